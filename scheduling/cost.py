@@ -1,0 +1,169 @@
+"""Cost models: planned microseconds of a micro-batch, and a prior from FLOPs before anything is measured.
+
+Both forms split into a fixed part of a micro-batch and a part that adds up over its samples, because only an additive
+cost can price a micro-batch of mixed shapes. Prices are integers, so that every machine plans alike.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from adaptiveload.scheduling.flops import (
+    ModelDims,
+    wan_attention_flops_per_token_squared,
+    wan_linear_flops_per_token,
+    wan_sample_flops,
+)
+
+IntArray = NDArray[np.int64]
+
+
+class CostModel(Protocol):
+    """Prices samples and micro-batches in microseconds."""
+
+    @property
+    def a_us(self) -> float:
+        """Fixed part of a micro-batch."""
+        ...
+
+    def sample_us(self, num_tokens: IntArray, text_len: IntArray | NDArray[np.int32]) -> IntArray:
+        """int64 [n], what each sample adds to its micro-batch, at least 1."""
+        ...
+
+    def micro_batch_us(self, sum_of_sample_us: IntArray) -> IntArray:
+        """int64 [m], micro-batches whose samples add up to `sum_of_sample_us`."""
+        ...
+
+
+@dataclass(frozen=True)
+class TwoTermCost:
+    """max(launch_floor, a + sum over samples of (c0 + b1*S + b2*S^2)), all in microseconds.
+
+    Attributes:
+        launch_floor_us: A micro-batch takes at least this long, however short: kernels cannot be launched faster.
+        a_us: Fixed part of a micro-batch.
+        c0_us: Fixed part of a sample; it carries the text, which is padded to one length for every sample.
+        b1_us: Per token.
+        b2_us: Per token squared.
+    """
+
+    launch_floor_us: float
+    a_us: float
+    c0_us: float
+    b1_us: float
+    b2_us: float
+
+    def __post_init__(self) -> None:
+        _check_coefficients(self)
+
+    def sample_us(self, num_tokens: IntArray, text_len: IntArray | NDArray[np.int32]) -> IntArray:
+        """int64 [n], what each sample adds to its micro-batch, at least 1. Captions are padded, so theirs is in c0."""
+        tokens = np.asarray(num_tokens, np.float64)
+        return _whole_us(self.c0_us + self.b1_us * tokens + self.b2_us * tokens * tokens)
+
+    def micro_batch_us(self, sum_of_sample_us: IntArray) -> IntArray:
+        """int64 [m], micro-batches whose samples add up to `sum_of_sample_us`; a filler of no sample adds up to 0."""
+        return np.maximum(round(self.launch_floor_us), round(self.a_us) + np.asarray(sum_of_sample_us, np.int64))
+
+
+@dataclass(frozen=True)
+class PowerCost:
+    """The paper's a + b*B*S^p in microseconds; over mixed shapes, a + sum of b*S^p.
+
+    Attributes:
+        a_us: Fixed part of a micro-batch.
+        b_us: Microseconds per token ** exponent.
+        exponent: The paper's p, 1 (linear) to 2 (attention alone).
+    """
+
+    a_us: float
+    b_us: float
+    exponent: float
+
+    def __post_init__(self) -> None:
+        _check_coefficients(self)
+
+    def sample_us(self, num_tokens: IntArray, text_len: IntArray | NDArray[np.int32]) -> IntArray:
+        """int64 [n], what each sample adds to its micro-batch, at least 1."""
+        # Once per distinct length, in Python: numpy's vectorised power may differ in the last bit between machines.
+        lengths, where = np.unique(np.asarray(num_tokens, np.int64), return_inverse=True)
+        costs = np.array([self.b_us * float(length) ** self.exponent for length in lengths.tolist()])
+        return _whole_us(costs)[where.reshape(-1)]
+
+    def micro_batch_us(self, sum_of_sample_us: IntArray) -> IntArray:
+        """int64 [m], micro-batches whose samples add up to `sum_of_sample_us`."""
+        return round(self.a_us) + np.asarray(sum_of_sample_us, np.int64)
+
+
+def _check_coefficients(cost: TwoTermCost | PowerCost) -> None:
+    for name, value in vars(cost).items():
+        if not (np.isfinite(value) and value >= 0):
+            raise ValueError(f"cost model: {name} must be a number >= 0, got {value}")
+
+
+def _whole_us(costs: NDArray[np.float64]) -> IntArray:
+    return np.maximum(np.rint(costs).astype(np.int64), 1)
+
+
+def read_cost(path: str | Path) -> TwoTermCost | PowerCost:
+    """Cost model of the YAML file at `path`: its `form`, "two_term" or "power", and its `coefficients`.
+
+    Raises:
+        ValueError: If the form is unknown or a coefficient is missing, unknown, negative or not a number.
+    """
+    document: dict[str, Any] = yaml.safe_load(Path(path).read_text())
+    forms: dict[str, type[TwoTermCost] | type[PowerCost]] = {"two_term": TwoTermCost, "power": PowerCost}
+    form = document.get("form")
+    if form not in forms:
+        raise ValueError(f"{path}: form must be one of {', '.join(forms)}, got {form!r}")
+    try:
+        return forms[form](**{name: float(value) for name, value in document["coefficients"].items()})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: coefficients do not fit form {form!r}: {error}") from error
+
+
+# Sustained TFLOP/s in training: (matrix products, attention), bf16 on GPUs. h200 is what a least-squares fit of Wan
+# 1.3B steps measured there comes to; the others are scaled by their peak bf16 rate. cpu is one core, fp32.
+GPU_TFLOPS = {
+    "h200": (450.0, 500.0),
+    "h100": (450.0, 500.0),
+    "a100": (190.0, 170.0),
+    "l40s": (120.0, 110.0),
+    "cpu": (0.03, 0.02),
+}
+# Forward, backward and, under full recompute, forward again: linear layers take 2 forwards to go back, flash
+# attention 2.5 (it recomputes the scores).
+PASSES = {"none": (3.0, 3.5), "full": (4.0, 4.5)}
+BLOCK_US = 1_200.0  # fixed microseconds per block and micro-batch: launches; with the next line it gives 0.06 s for
+PARAMETER_US = 0.018e-3  # 1.3B and 0.3 s for 14B, what FSDP steps of short samples take; per parameter: its gathers
+
+
+def analytic_prior(dims: ModelDims, gpu: str, recompute: str) -> TwoTermCost:
+    """Cost model from FLOPs and the named GPU's sustained rates, to plan with before a benchmark is there.
+
+    Args:
+        dims: Sizes of the transformer.
+        gpu: A key of `GPU_TFLOPS`.
+        recompute: "none" or "full".
+
+    Raises:
+        ValueError: If `gpu` or `recompute` is unknown.
+    """
+    if gpu not in GPU_TFLOPS:
+        raise ValueError(f"no rates for GPU {gpu!r}; known: {', '.join(GPU_TFLOPS)}")
+    if recompute not in PASSES:
+        raise ValueError(f"recompute must be one of {', '.join(PASSES)}, got {recompute!r}")
+    matmul_per_us, attention_per_us = (tflops * 1e6 for tflops in GPU_TFLOPS[gpu])
+    linear_passes, attention_passes = PASSES[recompute]
+    fixed_us = BLOCK_US * dims.num_layers + PARAMETER_US * dims.num_parameters
+    return TwoTermCost(
+        launch_floor_us=fixed_us,
+        a_us=fixed_us,
+        c0_us=linear_passes * wan_sample_flops(dims) / matmul_per_us,
+        b1_us=linear_passes * wan_linear_flops_per_token(dims) / matmul_per_us,
+        b2_us=attention_passes * wan_attention_flops_per_token_squared(dims) / attention_per_us,
+    )
