@@ -1,0 +1,174 @@
+"""Flow matching: noise levels, noisy inputs, targets and the loss that every partition of a step agrees on.
+
+`x_t = (1 - sigma) * latents + sigma * noise`, target `noise - latents`, the model sees `timestep = 1000 * sigma`
+(Wan 2.1, SD3). Random numbers are keyed by the sample, not by the rank, so that a step's gradient does not depend
+on who computes what.
+
+Legend: `B` samples, `S` tokens of one sample, `N` = sum of S.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from adaptiveload.kernels.segments import equal_runs
+from adaptiveload.models.packing import PackedBatch
+
+# The model embeds sigma on Wan's scale of 1,000 training steps.
+TIMESTEP_SCALE = 1000.0
+
+
+@dataclass
+class FlowMatchingConfig:
+    """How training draws noise levels and drops captions.
+
+    Attributes:
+        logit_mean: Mean of logit(sigma) before the shift.
+        logit_std: Standard deviation of logit(sigma); 1 is SD3's choice.
+        uniform_share: Share of samples whose sigma is uniform before the shift instead, so that both ends, which the
+            logit-normal hardly visits, are trained too.
+        shift: Shift of sigma for a sample of `shift_tokens` tokens; it grows with sqrt(tokens) and is never below 1.
+        shift_tokens: Tokens at which `shift` holds. The defaults give Wan's own 3 at 81x480x832 and 4.6 at 81x720x1280.
+        text_dropout: Share of samples that are trained with the null text, for classifier-free guidance.
+    """
+
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    uniform_share: float = 0.1
+    shift: float = 3.0
+    shift_tokens: int = 32_760
+    text_dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("uniform_share", "text_dropout"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"flow_matching.{name} is {getattr(self, name)}; it is a share and lies in [0, 1]")
+        for name in ("logit_std", "shift", "shift_tokens"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"flow_matching.{name} is {getattr(self, name)}; it must be positive")
+
+
+class Draw(NamedTuple):
+    """All random numbers of one sample.
+
+    Attributes:
+        sigma: Noise level in [0, 1].
+        drops_text: Whether the null text replaces the caption.
+        noise: float32, in the latent layout [C, f, h, w].
+    """
+
+    sigma: float
+    drops_text: bool
+    noise: np.ndarray
+
+
+def sample_generator(seed: int, source: str, key: str, epoch: int, repeat: int) -> np.random.Generator:
+    """Random generator of one draw of one sample: the same on every rank, machine and partition.
+
+    Philox on the CPU, because CUDA generators differ between GPU models.
+    """
+    words = "\0".join((str(seed), source, key, str(epoch), str(repeat)))
+    digest = hashlib.blake2b(words.encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def noise_shift(num_tokens: int, config: FlowMatchingConfig) -> float:
+    """Shift s of `shift_sigma` for a sample of `num_tokens` tokens: max(1, shift * sqrt(S / shift_tokens)).
+
+    The resolution rule of SD3, section 5.3.2: more tokens of one picture need more noise to hide it equally well.
+    """
+    return max(1.0, config.shift * math.sqrt(num_tokens / config.shift_tokens))
+
+
+def shift_sigma(sigma: float, shift: float) -> float:
+    """Sigma of a shifted schedule, s * sigma / (1 + (s - 1) * sigma): adds ln(s) to logit(sigma). SD3, eq. 23."""
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+def draw_sigma(rng: np.random.Generator, num_tokens: int, config: FlowMatchingConfig) -> float:
+    """Noise level of a sample of `num_tokens` tokens, in [0, 1]. Takes the same numbers from `rng` in every case."""
+    choice, uniform = rng.random(2)
+    logit = config.logit_mean + config.logit_std * rng.standard_normal()
+    sigma = uniform if choice < config.uniform_share else 1 / (1 + math.exp(-logit))
+    return shift_sigma(float(sigma), noise_shift(num_tokens, config))
+
+
+def draw(rng: np.random.Generator, latent_size: Sequence[int], num_tokens: int, config: FlowMatchingConfig) -> Draw:
+    """Noise level, text dropout and noise of one sample, always in this order.
+
+    Args:
+        rng: From `sample_generator`, fresh.
+        latent_size: C, f, h, w of the sample's latents.
+        num_tokens: S of the sample.
+        config: Distribution of the noise level, and the share of dropped texts.
+    """
+    sigma = draw_sigma(rng, num_tokens, config)
+    drops_text = bool(rng.random() < config.text_dropout)
+    return Draw(sigma, drops_text, rng.standard_normal(tuple(latent_size), dtype=np.float32))
+
+
+def noisy_latents(batch: PackedBatch) -> torch.Tensor:
+    """x_t of every token: float32 [N, token_size] on the device of the batch."""
+    lengths = batch.seq_offsets.diff().to(batch.sigma.device)
+    sigma = batch.sigma.repeat_interleave(lengths, output_size=batch.num_tokens).unsqueeze(1)  # [N, 1]
+    return (1 - sigma) * batch.latents + sigma * batch.noise
+
+
+def velocity_target(batch: PackedBatch) -> torch.Tensor:
+    """What the model should predict: float32 [N, token_size]."""
+    return batch.noise - batch.latents
+
+
+def timesteps(batch: PackedBatch) -> torch.Tensor:
+    """float32 [B] in [0, 1000]. Never rounded to bfloat16, in which 998.4 is 1000."""
+    return TIMESTEP_SCALE * batch.sigma
+
+
+def per_sample_loss(velocity: torch.Tensor, target: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of each sample over its own elements.
+
+    Args:
+        velocity: Prediction [N, token_size].
+        target: float32 [N, token_size].
+        seq_offsets: First token of each sample, and N: [B + 1], CPU.
+
+    Returns:
+        float32 [B].
+    """
+    per_token = (velocity.float() - target).square().mean(1)  # [N]
+    runs = equal_runs(seq_offsets)
+    parts = per_token.split([count * length for count, length in runs])
+    return torch.cat([part.unflatten(0, (count, -1)).mean(1) for part, (count, _) in zip(parts, runs, strict=True)])
+
+
+def weighted_loss_sum(batch: PackedBatch, velocity: torch.Tensor) -> torch.Tensor:
+    """Sum of w_i * l_i over the real samples of a micro-batch: a float32 scalar, never a mean.
+
+    Divide by the weights of the whole step; a mean per micro-batch would make a sample's weight depend on its
+    neighbours. Fillers are cut away before any arithmetic, so that not even a NaN of theirs reaches a gradient. With
+    nothing but fillers the result is a zero that still depends on `velocity`, so that backward runs on every rank.
+
+    Args:
+        batch: The micro-batch that was predicted.
+        velocity: Prediction [N, token_size].
+    """
+    if all(batch.is_filler):
+        return velocity[:0].float().sum()
+    target, lengths, weights = velocity_target(batch), batch.seq_offsets.diff(), batch.weights
+    if any(batch.is_filler):
+        is_real = torch.tensor([not is_filler for is_filler in batch.is_filler])
+        velocity, target = (_select(tokens, lengths, is_real) for tokens in (velocity, target))
+        lengths, weights = lengths[is_real], weights[is_real]
+    seq_offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    losses = per_sample_loss(velocity, target, seq_offsets)
+    return (losses * weights.to(losses.device, torch.float32)).sum()
+
+
+def _select(tokens: torch.Tensor, lengths: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    parts = tokens.split(lengths.tolist())
+    return torch.cat([part for part, is_kept in zip(parts, keep.tolist(), strict=True) if is_kept])

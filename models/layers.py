@@ -1,0 +1,143 @@
+"""Parts that the transformers share: fp32 time embedding, text projection, attention with RMSNorm over all heads.
+
+Parameter names are those of diffusers. No part relies on autocast or on FSDP casting its inputs: each one computes in
+the dtype of its own (gathered) weights, or in float32 where its docstring says so.
+
+Legend: `N` tokens of all samples side by side, `M` keys of all samples, `D` hidden size, `H` heads, `G` segments.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own documentation uses)
+
+from adaptiveload.models.attention import AttentionBatch, packed_attention
+from adaptiveload.models.packing import Grid
+from adaptiveload.models.rope import rotate
+
+
+def linear_fp32(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    """`linear(x)` in float32, whatever the dtype of `x` and of the weights."""
+    return F.linear(x.float(), linear.weight.float(), linear.bias.float())
+
+
+def sinusoid(timestep: torch.Tensor, dim: int) -> torch.Tensor:
+    """Cosines, then sines, of timestep * 10000 ** (-i / (dim / 2)): float64 inside, float32 [G, dim]."""
+    half = dim // 2
+    powers = torch.arange(half, dtype=torch.float64, device=timestep.device) / half
+    angles = timestep.double().unsqueeze(1) * torch.exp(-math.log(10_000) * powers)  # [G, dim / 2]
+    return torch.cat([angles.cos(), angles.sin()], dim=1).float()
+
+
+class PatchEmbedding(nn.Module):
+    """Conv3d with stride = kernel, which on tokens is a matrix product; weight and bias are the convolution's."""
+
+    def __init__(self, in_channels: int, hidden_size: int, patch: Grid):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size, in_channels, *patch))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens [N, C*pf*py*px] in the dtype of the weights, as [N, D]."""
+        return F.linear(tokens, self.weight.flatten(1), self.bias)
+
+
+class TimeEmbedder(nn.Module):
+    """Timestep to embedding, in float32."""
+
+    def __init__(self, freq_dim: int, hidden_size: int):
+        super().__init__()
+        self.freq_dim = freq_dim
+        self.linear_1 = nn.Linear(freq_dim, hidden_size)
+        self.linear_2 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, timestep: torch.Tensor) -> torch.Tensor:
+        """Timesteps [G] in [0, 1000], float32, as embeddings [G, D], float32.
+
+        Raises:
+            TypeError: If the timesteps are not float32: bfloat16 rounds 998.4 to 1000.
+        """
+        if timestep.dtype != torch.float32:
+            raise TypeError(f"timesteps must reach the model as float32, got {timestep.dtype}")
+        hidden = F.silu(linear_fp32(sinusoid(timestep, self.freq_dim), self.linear_1))
+        return linear_fp32(hidden, self.linear_2)
+
+
+class TimeProjection(nn.Linear):
+    """Time embedding to the modulation that all blocks share, in float32."""
+
+    def forward(self, embedding: torch.Tensor) -> torch.Tensor:
+        """Embeddings [G, D] as [G, 6 * D], float32."""
+        return linear_fp32(F.silu(embedding), self)
+
+
+class TextEmbedder(nn.Module):
+    """Text rows to the hidden size."""
+
+    def __init__(self, text_dim: int, hidden_size: int):
+        super().__init__()
+        self.linear_1 = nn.Linear(text_dim, hidden_size)
+        self.linear_2 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Text [M, text_dim] as context [M, D]."""
+        return self.linear_2(F.gelu(self.linear_1(text), approximate="tanh"))
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dim: statistics in float32, result in the dtype of the input."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., dim] to [..., dim]."""
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with biases, and RMSNorm of queries and keys over all heads together, before the split."""
+
+    def __init__(self, hidden_size: int, num_heads: int, eps: float):
+        super().__init__()
+        self.num_heads = num_heads
+        self.to_q = nn.Linear(hidden_size, hidden_size)
+        self.to_k = nn.Linear(hidden_size, hidden_size)
+        self.to_v = nn.Linear(hidden_size, hidden_size)
+        self.to_out = nn.ModuleList([nn.Linear(hidden_size, hidden_size)])
+        self.norm_q = RMSNorm(hidden_size, eps)
+        self.norm_k = RMSNorm(hidden_size, eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor,
+        batches: Sequence[AttentionBatch],
+        rotary: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend from x [N, D] to context [M, D], sample by sample; `rotary` [N, 1, hd / 2] turns queries and keys."""
+        query, key, value = (
+            tensor.unflatten(1, (self.num_heads, -1))  # [N or M, H, hd]
+            for tensor in (self.norm_q(self.to_q(x)), self.norm_k(self.to_k(context)), self.to_v(context))
+        )
+        if rotary is not None:
+            query, key = rotate(query, rotary), rotate(key, rotary)
+        return self.to_out[0](packed_attention(query, key, value, batches))  # [N, D]
+
+
+class FeedForward(nn.Module):
+    """Linear, GELU (tanh), Linear. The list keeps diffusers' parameter names, `net.0.proj` and `net.2`."""
+
+    def __init__(self, hidden_size: int, ffn_dim: int):
+        super().__init__()
+        up = nn.Module()
+        up.proj = nn.Linear(hidden_size, ffn_dim)
+        self.net = nn.ModuleList([up, nn.Identity(), nn.Linear(ffn_dim, hidden_size)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, D] to [N, D]."""
+        return self.net[2](F.gelu(self.net[0].proj(x), approximate="tanh"))

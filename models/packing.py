@@ -1,0 +1,207 @@
+"""Samples of any shapes side by side in one tensor: no padding, no loop over shapes in the model.
+
+Legend: `B` samples, `S` tokens of one sample, `N` = sum of S, `T` text rows of one sample, `C` latent channels,
+`F`, `Y`, `X` tokens along latent frames, rows, columns; `pf`, `py`, `px` the patch that makes one token.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple, Self
+
+import torch
+from einops import rearrange
+
+from adaptiveload.kernels.segments import merge_runs
+
+Grid = tuple[int, int, int]
+
+
+def patchify(latents: torch.Tensor, patch: Grid) -> torch.Tensor:
+    """Latents [C, f, h, w] as tokens [S, C*pf*py*px], the layout of every packed tensor.
+
+    Raises:
+        ValueError: If a side of `latents` is not a multiple of the patch.
+    """
+    if latents.ndim != 4 or any(side % size for side, size in zip(latents.shape[1:], patch, strict=True)):
+        raise ValueError(f"latents {list(latents.shape)} must be [C, f, h, w] with f, h, w multiples of patch {patch}")
+    pf, py, px = patch
+    return rearrange(latents, "c (f pf) (y py) (x px) -> (f y x) (c pf py px)", pf=pf, py=py, px=px)
+
+
+def unpatchify(tokens: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
+    """Inverse of `patchify`: tokens [S, C*pf*py*px] of one sample as latents [C, F*pf, Y*py, X*px]."""
+    (f, y, x), (pf, py, px) = grid, patch
+    return rearrange(tokens, "(f y x) (c pf py px) -> c (f pf) (y py) (x px)", f=f, y=y, x=x, pf=pf, py=py, px=px)
+
+
+@dataclass(frozen=True)
+class PackedSample:
+    """One training sample, ready to be packed.
+
+    Attributes:
+        key: Name of the sample in its data set.
+        grid: Tokens along frames, rows, columns; S is their product.
+        latents: Clean tokens, float32 [S, token_size].
+        noise: Gaussian tokens, float32 [S, token_size].
+        sigma: Noise level in [0, 1].
+        text: Text embedding [T, text_dim], not padded.
+        weight: w_i of the loss.
+        sample_id: Row of the sample in the index; -1 where there is none.
+        is_filler: Computed so that collectives match, but left out of the loss.
+    """
+
+    key: str
+    grid: Grid
+    latents: torch.Tensor
+    noise: torch.Tensor
+    sigma: float
+    text: torch.Tensor
+    weight: float = 1.0
+    sample_id: int = -1
+    is_filler: bool = False
+
+
+def filler_sample(
+    grid: Grid, token_size: int, text_dim: int, *, key: str = "filler", sample_id: int = -1
+) -> PackedSample:
+    """A sample of zeros that keeps a rank in step with the others and counts for nothing.
+
+    Its values are finite on purpose: the loss leaves fillers out, but a weight gradient sums over all tokens, and
+    0 * NaN is NaN. Name the `key` and `sample_id` that it stands in for, if any.
+    """
+    zeros = torch.zeros(grid[0] * grid[1] * grid[2], token_size)
+    text = torch.zeros(0, text_dim)
+    return PackedSample(key, grid, zeros, zeros, 0.5, text, weight=0.0, sample_id=sample_id, is_filler=True)
+
+
+class Group(NamedTuple):
+    """A run of neighbouring samples of one length."""
+
+    batch_size: int
+    seq_len: int
+    text_len: int
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch, sorted by (S, T, grid). `to` moves the values; the offsets stay on the CPU.
+
+    Attributes:
+        latents: Clean tokens of all samples side by side, float32 [N, token_size].
+        noise: Gaussian tokens, float32 [N, token_size].
+        sigma: Noise level of each sample in [0, 1], float32 [B].
+        text: Text embeddings side by side, [sum of T, text_dim].
+        seq_offsets: First token of each sample, and N: int32 [B + 1], CPU.
+        text_offsets: First text row of each sample, and their number: int32 [B + 1], CPU.
+        segment_offsets: First token of each segment, and N: int32 [num_segments + 1], CPU. A segment is a run of
+            tokens that share a modulation row; `pack` makes one per sample, models take any number.
+        grids: Tokens of each sample along frames, rows, columns.
+        weights: w_i of the loss, float64 [B], CPU.
+        keys: Names of the samples.
+        sample_ids: Their rows in the index.
+        is_filler: Which samples the loss leaves out.
+    """
+
+    latents: torch.Tensor
+    noise: torch.Tensor
+    sigma: torch.Tensor
+    text: torch.Tensor
+    seq_offsets: torch.Tensor
+    text_offsets: torch.Tensor
+    segment_offsets: torch.Tensor
+    grids: tuple[Grid, ...]
+    weights: torch.Tensor
+    keys: tuple[str, ...]
+    sample_ids: tuple[int, ...]
+    is_filler: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_tokens(self) -> int:
+        """Latent tokens of all samples, fillers included; text is not counted."""
+        return self.latents.shape[0]
+
+    def groups(self) -> list[Group]:
+        """Runs of samples of equal S and T, in order; read from the CPU alone."""
+        seq_lens, text_lens = self.seq_offsets.diff().tolist(), self.text_offsets.diff().tolist()
+        return [Group(count, *lengths) for count, lengths in merge_runs(zip(seq_lens, text_lens, strict=True))]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The batch with latents, noise, sigma and text on `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The batch with latents, noise, sigma and text in page-locked memory; `DataLoader` calls this."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        names = ("latents", "noise", "sigma", "text")
+        return replace(self, **{name: function(getattr(self, name)) for name in names})
+
+
+def pack(samples: Sequence[PackedSample]) -> PackedBatch:
+    """Put samples side by side, sorted by (S, T, grid) so that those of equal length are neighbours.
+
+    The sort is stable: samples of equal S, T and grid keep their order. `sample_ids` says who went where.
+
+    Raises:
+        ValueError: If there are no samples, or the tensors of one do not fit its grid or the other samples.
+    """
+    if not samples:
+        raise ValueError("cannot pack a micro-batch without samples; use filler_sample()")
+    for sample in samples:
+        _check(sample, samples[0])
+    samples = sorted(samples, key=lambda sample: (len(sample.latents), len(sample.text), sample.grid))
+    seq_offsets = _offsets([len(sample.latents) for sample in samples])
+    return PackedBatch(
+        latents=torch.cat([sample.latents for sample in samples]),
+        noise=torch.cat([sample.noise for sample in samples]),
+        sigma=torch.tensor([sample.sigma for sample in samples], dtype=torch.float32),
+        text=torch.cat([sample.text for sample in samples]),
+        seq_offsets=seq_offsets,
+        text_offsets=_offsets([len(sample.text) for sample in samples]),
+        segment_offsets=seq_offsets,
+        grids=tuple(tuple(sample.grid) for sample in samples),
+        weights=torch.tensor([sample.weight for sample in samples], dtype=torch.float64),
+        keys=tuple(sample.key for sample in samples),
+        sample_ids=tuple(sample.sample_id for sample in samples),
+        is_filler=tuple(sample.is_filler for sample in samples),
+    )
+
+
+def pad_text(batch: PackedBatch, text_len: int) -> torch.Tensor:
+    """Text of every sample, padded with rows of zeros: [B * text_len, text_dim].
+
+    The zeros go through the text embedder and are attended. Wan was trained so; leaving them out changes its output.
+
+    Raises:
+        ValueError: If a text has more than `text_len` rows.
+    """
+    lengths = batch.text_offsets.diff()
+    longest = int(lengths.argmax())
+    if lengths[longest] > text_len:
+        raise ValueError(f"sample {batch.keys[longest]}: {int(lengths[longest])} text rows, text_len is {text_len}")
+    padding = torch.arange(len(batch), dtype=torch.int32) * text_len - batch.text_offsets[:-1]
+    rows = torch.arange(len(batch.text)) + padding.repeat_interleave(lengths)
+    padded = batch.text.new_zeros(len(batch) * text_len, batch.text.shape[1])
+    return padded.index_copy_(0, rows.to(padded.device), batch.text)
+
+
+def _check(sample: PackedSample, first: PackedSample) -> None:
+    expected = (sample.grid[0] * sample.grid[1] * sample.grid[2], first.latents.shape[-1])
+    for name in ("latents", "noise"):
+        tensor = getattr(sample, name)
+        if tuple(tensor.shape) != expected or tensor.dtype != torch.float32:
+            raise ValueError(
+                f"sample {sample.key}: {name} is {tensor.dtype} {list(tensor.shape)}, "
+                f"expected float32 {list(expected)} for token grid {tuple(sample.grid)}"
+            )
+    if sample.text.ndim != 2 or sample.text.shape[1] != first.text.shape[1]:
+        raise ValueError(f"sample {sample.key}: text is {list(sample.text.shape)}, expected [T, {first.text.shape[1]}]")
+
+
+def _offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

@@ -1,0 +1,44 @@
+"""Rotary position embedding over latent frames, rows and columns (Wan 2.1).
+
+Legend: `N` tokens of all samples side by side, `H` heads, `hd` head dim, `F`, `Y`, `X` tokens along each axis.
+"""
+
+import torch
+
+from adaptiveload.models.packing import Grid
+
+THETA = 10_000.0
+
+
+def axis_dims(head_dim: int) -> tuple[int, int, int]:
+    """Real dims of a head that turn with frames, rows and columns: 44, 42, 42 of 128."""
+    spatial = 2 * (head_dim // 6)
+    return head_dim - 2 * spatial, spatial, spatial
+
+
+def rotary_table(grids: tuple[Grid, ...], head_dim: int, device: torch.device) -> torch.Tensor:
+    """Rotation of every token of every sample as a unit complex number: complex64 [N, 1, hd / 2].
+
+    Positions start at 0 on each axis. Angles are float64 until their cosine and sine are rounded once.
+    """
+    tables = {grid: _grid_table(grid, head_dim, device) for grid in dict.fromkeys(grids)}
+    return torch.cat([tables[grid] for grid in grids]).unsqueeze(1)
+
+
+def _grid_table(grid: Grid, head_dim: int, device: torch.device) -> torch.Tensor:
+    """complex64 [F*Y*X, hd / 2], tokens in row-major order."""
+    turns = []
+    for axis, (size, dim) in enumerate(zip(grid, axis_dims(head_dim), strict=True)):
+        frequencies = THETA ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+        angles = torch.arange(size, dtype=torch.float64, device=device).outer(frequencies)  # [size, dim / 2]
+        turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        view = [1, 1, 1, dim // 2]
+        view[axis] = size
+        turns.append(turn.view(view).expand(*grid, dim // 2))
+    return torch.cat(turns, dim=-1).flatten(0, 2)
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of neighbouring dims of x [N, H, hd] by its token's angles; in float32, returned in x's dtype."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # [N, H, hd / 2]
+    return torch.view_as_real(pairs * table).flatten(-2).to(x.dtype)
