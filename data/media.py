@@ -1,0 +1,173 @@
+"""Pictures and clips as upright RGB: whatever the file's mode, rotation or frame rate.
+
+Clips are resampled by time stamp: frame k at `fps` is the last picture shown at or before k/fps seconds after the first
+one. Headers are not trusted: a clip has the frames that can be decoded, up to its last picture.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import BinaryIO
+
+import av
+import numpy as np
+from PIL import Image, ImageOps
+
+PICTURE_SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+VIDEO_SUFFIXES = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"})
+
+# A picture that stays longer than this means broken time stamps (or nothing to learn), not slow motion.
+_MAX_HOLD_S = 10
+
+
+class MediaError(Exception):
+    """A file, or the rest of it, that cannot be decoded; the text says why."""
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """A clip as it decodes.
+
+    Attributes:
+        num_frames: Frames at the asked rate.
+        height, width: Upright size in square pixels.
+        damage: Why decoding stopped early; None if the clip is whole.
+    """
+
+    num_frames: int
+    height: int
+    width: int
+    damage: str | None
+
+
+def read_picture(source: Path | BinaryIO) -> np.ndarray:
+    """Upright picture as uint8 [H, W, 3]; transparent parts become white, 16-bit grey is scaled to 8 bits.
+
+    Raises:
+        MediaError: If the file is not a whole picture of a known kind.
+    """
+    try:
+        with Image.open(source) as image:
+            return np.asarray(_to_rgb(ImageOps.exif_transpose(image)))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise MediaError(f"not a readable picture: {error}") from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16-bit grey; convert("RGB") would clip it to white
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise ValueError(f"grey values {values.min()}..{values.max()} exceed 16 bits")
+        return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no defined range")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One decoded picture of a clip, still in the decoder's pixel format."""
+
+    frame: av.VideoFrame
+    pixel_aspect: Fraction
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width after rotation, in square pixels."""
+        height, width = self.frame.height, self._square_width
+        return (width, height) if self.frame.rotation % 180 else (height, width)
+
+    def rgb(self) -> np.ndarray:
+        """uint8 [H, W, 3] as a player shows it: rotated by the display matrix, pixels made square."""
+        rgb = self.frame.to_ndarray(format="rgb24", width=self._square_width, height=self.frame.height)
+        return np.rot90(rgb, k=self.frame.rotation // 90 % 4)  # PyAV reports the rotation but does not apply it
+
+    @property
+    def _square_width(self) -> int:
+        return max(1, round(self.frame.width * self.pixel_aspect))
+
+
+def probe_video(source: Path | BinaryIO, fps: float) -> VideoInfo:
+    """Decode a clip once to learn its frames and size; memory does not grow with its length.
+
+    Raises:
+        MediaError: If not a single picture can be decoded.
+    """
+    num_frames, size, damage = 0, (0, 0), None
+    try:
+        for _, picture in iter_frames(source, fps):
+            size = size if num_frames else picture.size
+            num_frames += 1
+    except MediaError as error:
+        if not num_frames:
+            raise
+        damage = str(error)
+    return VideoInfo(num_frames, *size, damage)
+
+
+def iter_frames(source: Path | BinaryIO, fps: float) -> Iterator[tuple[int, Picture]]:
+    """(k, picture shown at k/fps seconds) for k = 0, 1, ... up to the last picture.
+
+    Raises:
+        MediaError: After the last good frame, if decoding could not go on to the end.
+    """
+    period = 1 / Fraction(fps).limit_denominator(100_000)
+    k, held, shown_from, damage = 0, None, Fraction(0), None
+    pictures = _pictures(source)
+    while True:
+        try:
+            seconds, picture = next(pictures)
+        except StopIteration:
+            break
+        except MediaError as error:
+            damage = error
+            break
+        # Stamps are rounded to the container's time base: up to half a unit late still counts as in time.
+        seconds -= picture.frame.time_base / 2
+        while held is not None and k * period < seconds:
+            yield k, held
+            k += 1
+        held, shown_from = picture, seconds
+    while held is not None and k * period <= shown_from + held.frame.time_base:
+        yield k, held
+        k += 1
+    if damage is not None:
+        raise damage
+
+
+def _pictures(source: Path | BinaryIO) -> Iterator[tuple[Fraction, Picture]]:
+    """Decoded pictures with their time after the first one, in seconds, strictly increasing."""
+    count, start, previous = 0, None, None
+    if not isinstance(source, Path):
+        source.seek(0)
+    try:
+        with av.open(source) as container:
+            stream = container.streams.best("video")
+            if stream is None:
+                raise MediaError("no video stream")
+            aspect = stream.sample_aspect_ratio or Fraction(1)
+            for frame in container.decode(stream):
+                if frame.pts is None or frame.is_corrupt:
+                    raise MediaError(f"picture {count} is damaged or has no time stamp")
+                now = frame.pts * frame.time_base
+                start = now if start is None else start
+                if previous is not None and now - previous > _MAX_HOLD_S:
+                    raise MediaError(f"picture {count} comes {float(now - previous):.1f} s after the one before")
+                if previous is None or now > previous:
+                    yield now - start, Picture(frame, aspect)
+                    previous = now
+                count += 1
+    except (av.FFmpegError, OSError) as error:
+        raise MediaError(f"decoding stopped after {count} pictures: {type(error).__name__}: {error}") from error
+    if not count:
+        raise MediaError("no pictures in the video stream")
+
+
+def crop_resize(rgb: np.ndarray, box: tuple[float, float, float, float], height: int, width: int) -> np.ndarray:
+    """Part `box` = (left, top, right, bottom) of uint8 [H, W, 3], filtered to uint8 [height, width, 3]."""
+    image = Image.fromarray(np.ascontiguousarray(rgb))
+    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC, box=box))

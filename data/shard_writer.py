@@ -1,0 +1,81 @@
+"""Writing a dataset: samples to shards, then the index."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import webdataset
+
+from adaptiveload.data.codecs import LatentCodec
+from adaptiveload.data.index import FORMAT_VERSION, NULL_TEXT_NAME, ShardIndex, write_index
+from adaptiveload.data.indexer import index_shards
+from adaptiveload.data.reader import JSON_MEMBER, LATENTS_MEMBER
+from adaptiveload.data.text import TextEncoder
+
+
+class DatasetWriter:
+    """Writes `KEY.latents.safetensors` (latents fp16, text bf16) and `KEY.json` of each sample into tar shards.
+
+    Equal samples give equal bytes: the shards carry no time of writing.
+
+    Args:
+        root: Existing folder that holds no dataset yet.
+        codec: Codec of the latents.
+        text_encoder: Embeds the captions.
+        samples_per_shard: A new shard is begun after this many samples, or 1 GB.
+    """
+
+    def __init__(self, root: Path, codec: LatentCodec, text_encoder: TextEncoder, samples_per_shard: int):
+        self.root = root
+        self._text_encoder = text_encoder
+        self._shared = {
+            "codec": codec.name,
+            "normalization_hash": codec.normalization_hash,
+            "text_encoder": text_encoder.name,
+            "format_version": FORMAT_VERSION,
+        }
+        self._writer = webdataset.ShardWriter(
+            f"{root}/shard-%06d.tar", maxcount=samples_per_shard, maxsize=1e9, verbose=0, mtime=0
+        )
+
+    def write(self, key: str, source: str, latents: np.ndarray, caption: str, meta: dict[str, Any]) -> None:
+        """Add one sample.
+
+        Args:
+            key: Unique name without dots.
+            source: Media file of origin.
+            latents: fp16 [C, F, Y, X], finite.
+            caption: Text to embed and to keep.
+            meta: `frames`, `height` and `width` in pixels, and whatever else to keep beside the sample.
+        """
+        (text,) = self._text_encoder.encode([caption])
+        tensors = {"latents": torch.from_numpy(np.ascontiguousarray(latents)), "text": _bf16(text)}
+        self._writer.write(
+            {
+                "__key__": key,
+                LATENTS_MEMBER: safetensors.torch.save(tensors),
+                JSON_MEMBER: json.dumps({**meta, **self._shared, "source": source, "caption": caption}).encode(),
+            }
+        )
+
+    def finish(self) -> ShardIndex:
+        """Close the shards and write the index. Raises ValueError if a shard does not read back whole."""
+        self.close()
+        (null_text,) = self._text_encoder.encode([""])
+        (self.root / NULL_TEXT_NAME).write_bytes(safetensors.torch.save({"text": _bf16(null_text)}))
+        index, problems = index_shards(self.root)
+        if problems:
+            raise ValueError(f"{problems[0].key} does not read back: {problems[0].reason}")
+        write_index(index)
+        return index
+
+    def close(self) -> None:
+        """Close the shards without an index, after a failure; a second call does nothing."""
+        self._writer.finish()  # ShardWriter.close cannot be called twice
+
+
+def _bf16(text: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(text).to(torch.bfloat16)
