@@ -4,6 +4,7 @@ Both forms split into a fixed part of a micro-batch and a part that adds up over
 cost can price a micro-batch of mixed shapes. Prices are integers, so that every machine plans alike.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,7 +92,7 @@ class PowerCost:
         """int64 [n], what each sample adds to its micro-batch, at least 1."""
         # Once per distinct length, in Python: numpy's vectorised power may differ in the last bit between machines.
         lengths, where = np.unique(np.asarray(num_tokens, np.int64), return_inverse=True)
-        costs = np.array([self.b_us * float(length) ** self.exponent for length in lengths.tolist()])
+        costs = np.array([self.b_us * math.pow(length, self.exponent) for length in lengths.tolist()])
         return _whole_us(costs)[where.reshape(-1)]
 
     def micro_batch_us(self, sum_of_sample_us: IntArray) -> IntArray:
@@ -127,12 +128,12 @@ def read_cost(path: str | Path) -> TwoTermCost | PowerCost:
 
 
 # Sustained TFLOP/s in training: (matrix products, attention), bf16 on GPUs. h200 is what a least-squares fit of Wan
-# 1.3B steps measured there comes to; the others are scaled by their peak bf16 rate. cpu is one core, fp32.
+# 1.3B steps measured there comes to; the others are scaled by their peak bf16 rate. cpu is one core, fp32, a guess.
 GPU_TFLOPS = {
     "h200": (450.0, 500.0),
     "h100": (450.0, 500.0),
-    "a100": (190.0, 170.0),
-    "l40s": (120.0, 110.0),
+    "a100": (142.0, 158.0),
+    "l40s": (165.0, 183.0),
     "cpu": (0.03, 0.02),
 }
 # Forward, backward and, under full recompute, forward again: linear layers take 2 forwards to go back, flash

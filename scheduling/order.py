@@ -40,7 +40,7 @@ class Draws:
 
 
 def held_out_mask(sources: Sequence[str] | NDArray[Any], share: float, seed: int) -> NDArray[np.bool_]:
-    """bool [n]: which samples are held out of training, by a hash of their source.
+    """Which samples are held out of training, bool [n], by a hash of their source.
 
     All samples of one source fall on the same side, whatever else the index holds. With `share` > 0 at least one
     source is held out (that of the lowest hash), and never all.
@@ -109,7 +109,7 @@ class EndlessOrder:
 
     def window(self, start: int, count: int) -> Draws:
         """Draws at positions `start` to `start + count - 1`; they may span several epochs."""
-        assert start >= 0 and count >= 0
+        assert min(start, count) >= 0
         positions = np.arange(start, start + count, dtype=np.int64)
         epochs, offsets = np.divmod(positions, self.epoch_size)
         rows = np.empty(count, np.int64)

@@ -68,12 +68,12 @@ class SampleTable:
             raise ValueError("the index has no samples")
         if len(set(lengths)) > 1:
             raise ValueError(f"columns of the index differ in length: {lengths}")
-        rows, first, shape_ids = np.unique(np.stack(columns[:3], 1), axis=0, return_index=True, return_inverse=True)
+        rows, first, inverse = np.unique(np.stack(columns[:3], 1), axis=0, return_index=True, return_inverse=True)
         shapes = tuple(Shape(*(int(size) for size in row)) for row in rows)
         for shape, row in sorted(zip(shapes, first, strict=True), key=lambda pair: int(pair[1])):
             geometry.check(shape, f"sample {key_column[row]!r}")
         tokens = np.array([geometry.num_tokens(shape) for shape in shapes], np.int64)
-        shape_ids = shape_ids.reshape(-1).astype(np.int32)
+        shape_ids: NDArray[np.int32] = inverse.reshape(-1).astype(np.int32)
         return cls(key_column, source_column, shapes, shape_ids, tokens[shape_ids], columns[3].astype(np.int32))
 
     @classmethod
@@ -100,5 +100,6 @@ class SampleTable:
         uniform = (np.random.Philox(key=seed).random_raw(num_samples) >> np.uint64(11)) / 2.0**53
         picked = np.array(rows)[np.minimum(np.searchsorted(edges, uniform, side="right"), len(rows) - 1)]
         keys = [f"{Path(path).stem}-{number:09d}" for number in range(num_samples)]
+        frames, heights, widths = picked.T
         text_lens = np.full(num_samples, MIX_TEXT_LEN)
-        return cls.from_columns(keys, keys, *picked.T, text_lens, geometry or LatentGeometry())
+        return cls.from_columns(keys, keys, frames, heights, widths, text_lens, geometry or LatentGeometry())

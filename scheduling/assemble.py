@@ -1,0 +1,78 @@
+"""From draws and micro-batches to a `StepPlan`: prices, tokens, loss weights. All policies end here."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adaptiveload.scheduling.cost import CostModel, IntArray
+from adaptiveload.scheduling.order import Draws
+from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.scheduling.samples import SampleTable
+
+
+@dataclass(frozen=True)
+class StepAssembler:
+    """Makes the `StepPlan` of one run's steps.
+
+    Attributes:
+        table: Samples that draws refer to.
+        cost_model: Prices samples and micro-batches.
+        meet: "slot" or "step".
+        recompute: Recompute level of every slot.
+        loss_weight_exponent: alpha in w_i = S_i ** alpha.
+    """
+
+    table: SampleTable
+    cost_model: CostModel
+    meet: str
+    recompute: str
+    loss_weight_exponent: float
+
+    def sample_us(self, draws: Draws) -> IntArray:
+        """Microseconds that each draw adds to its micro-batch, int64 [n]."""
+        return self.cost_model.sample_us(self.table.num_tokens[draws.ids], self.table.text_len[draws.ids])
+
+    def weights(self, draws: Draws) -> NDArray[np.float64]:
+        """Loss weight of each draw, float64 [n]."""
+        # Once per distinct length, in Python: numpy's vectorised power may differ in the last bit between machines.
+        lengths, where = np.unique(self.table.num_tokens[draws.ids], return_inverse=True)
+        weights = np.array([math.pow(length, self.loss_weight_exponent) for length in lengths.tolist()])
+        return weights[where.reshape(-1)]
+
+    def assemble(
+        self, step: int, position: int, draws: Draws, slots: Sequence[Sequence[Sequence[int] | None]]
+    ) -> StepPlan:
+        """Plan of `step`, which starts at `position` and consumes `draws`; `slots` holds indices of draws."""
+        plan_slots = tuple(tuple(None if bin_ is None else tuple(bin_) for bin_ in slot) for slot in slots)
+        flat = [bin_ for slot in plan_slots for bin_ in slot]
+        shape = (len(plan_slots), len(plan_slots[0]))
+        is_absent = np.array([bin_ is None for bin_ in flat]).reshape(shape)
+        costs = self.cost_model.micro_batch_us(_sums(self.sample_us(draws), flat)).reshape(shape)
+        weights = self.weights(draws)
+        return StepPlan(
+            step=step,
+            position=position,
+            next_position=position + len(draws),
+            sample_ids=draws.ids,
+            epochs=draws.epochs,
+            repeats=draws.repeats,
+            weights=weights,
+            slots=plan_slots,
+            costs_us=np.where(is_absent, 0, costs),
+            num_tokens=_sums(self.table.num_tokens[draws.ids], flat).reshape(shape),
+            recompute=(self.recompute,) * len(plan_slots),
+            normalizer=math.fsum(weights.tolist()),  # exact, so the order of the draws does not matter
+            meet=self.meet,
+        )
+
+
+def _sums(values: IntArray, bins: Sequence[Sequence[int] | None]) -> IntArray:
+    """Sum of `values` over each of `bins`, int64 [bins]; 0 for an empty one."""
+    flat = np.array([index for bin_ in bins for index in bin_ or ()], np.int64)
+    ends = np.cumsum([len(bin_ or ()) for bin_ in bins])
+    running = np.concatenate(([0], np.cumsum(values[flat])))
+    sums: IntArray = np.diff(running[ends], prepend=0)
+    return sums

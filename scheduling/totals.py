@@ -1,0 +1,98 @@
+"""Planning for ranks that meet once a step: equal totals, then micro-batches within memory on each rank alone.
+
+A rank's total counts the fixed overhead of its micro-batches, whose number follows from memory. So the cheapest
+samples ("sand") are held back until the dear ones ("rocks") are dealt and packed, and then level the totals in the room
+that is left. Last, `meetings` chooses what each rank runs first and last.
+"""
+
+import numpy as np
+
+from adaptiveload.scheduling.bins import BinRow, Classes, IntArray, Placement, deal, share_out, times, water_fill
+from adaptiveload.scheduling.meetings import align_ends
+
+SAND_OVERHEADS = 3  # sand a rank, in slot overheads: ranks differ by up to about that many micro-batches
+
+
+class TotalsPlanner:
+    """Plans one step over `ranks` ranks; see `plan_step` for the arguments."""
+
+    def __init__(
+        self, classes: Classes, ranks: int, mem_cap: int, slot_overhead_us: int, speed_permille: IntArray | None
+    ) -> None:
+        self.classes = classes
+        self.ranks = ranks
+        self.mem_cap = mem_cap
+        self.slot_overhead_us = slot_overhead_us
+        self.speed_permille = speed_permille
+        self._room: list[IntArray] = []  # memory left in the g-th micro-batch of each rank, int64 [ranks]
+        self._is_open: list[IntArray] = []  # 1 where a rank has a g-th micro-batch
+        self._placements: list[Placement] = []
+
+    def rows(self, cost: IntArray, mem: IntArray, min_slots: int) -> list[list[list[int] | None]]:
+        """`rows[g][r]`: g-th micro-batch of rank r; `cost` and `mem` are int64 [n]."""
+        rocks, sand = self._split()
+        row = BinRow(self.ranks, int((self.classes.count * self.classes.mem).sum()), self.speed_permille)
+        row.fill(self.classes, rocks)
+        by_memory = sorted(row.placements, key=lambda p: -int(self.classes.mem[p.class_id]))  # stable
+        for placement in by_memory:
+            self._first_fit(placement.class_id, placement.counts)
+        load = row.load + self.slot_overhead_us * np.sum(self._is_open, axis=0)
+        for class_id in np.flatnonzero(sand).tolist():
+            self._pour(class_id, int(sand[class_id]), load)
+        return self._arrange(cost, mem, min_slots)
+
+    def _split(self) -> tuple[IntArray, IntArray]:
+        """Rocks and sand, samples of each class, int64 [num classes]: sand is the cheapest up to its budget."""
+        sand = np.zeros(len(self.classes.count), np.int64)
+        budget = SAND_OVERHEADS * self.slot_overhead_us * self.ranks
+        for class_id in range(len(sand) - 1, -1, -1):
+            cost = int(self.classes.cost[class_id])
+            if cost > self.slot_overhead_us or budget < cost:
+                break
+            sand[class_id] = min(int(self.classes.count[class_id]), budget // cost)
+            budget -= int(sand[class_id]) * cost
+        rocks = self.classes.count - sand
+        return (rocks, sand) if rocks.any() else (sand, rocks)
+
+    def _first_fit(self, class_id: int, counts: IntArray) -> None:
+        """Put `counts` samples a rank (int64 [ranks]) into the first micro-batches with room, opening new ones."""
+        left, slot, mem = counts, 0, int(self.classes.mem[class_id])
+        while left.any():
+            if slot == len(self._room):
+                self._room.append(np.full(self.ranks, self.mem_cap, np.int64))
+                self._is_open.append(np.zeros(self.ranks, np.int64))
+            put = np.minimum(left, self._room[slot] // mem)
+            if put.any():
+                self._room[slot] -= put * mem
+                self._is_open[slot] |= put > 0
+                self._placements.append(Placement(class_id, slot * self.ranks, put))
+                left = left - put
+            slot += 1
+
+    def _pour(self, class_id: int, count: int, load: IntArray) -> None:
+        """Level `load` (int64 [ranks], changed) with `count` samples of a class, in micro-batches that are open."""
+        mem = int(self.classes.mem[class_id])
+        step = times(int(self.classes.cost[class_id]), self.ranks, self.speed_permille)
+        room = np.minimum(sum(r // mem * o for r, o in zip(self._room, self._is_open, strict=True)), count)
+        while int(room.sum()) < count:  # open one more where the total is least
+            rank = int(np.argmin(load))
+            load[rank] += self.slot_overhead_us
+            room[rank] += self.mem_cap // mem
+        counts = np.zeros(self.ranks, np.int64)
+        ranks = np.flatnonzero(room)
+        counts[ranks] = water_fill(load[ranks], room[ranks], step[ranks], count)
+        load += counts * step
+        self._first_fit(class_id, counts)
+
+    def _arrange(self, cost: IntArray, mem: IntArray, min_slots: int) -> list[list[list[int] | None]]:
+        """Micro-batches of all ranks in the order in which they run."""
+        bins = deal(self.classes, self._placements, len(self._room) * self.ranks)
+        queues = [
+            [bins[g * self.ranks + r] for g in range(len(self._room)) if self._is_open[g][r]] for r in range(self.ranks)
+        ]
+        for queue in queues:
+            queue += [[] for _ in range(max(min_slots, 1) - len(queue))]
+            share_out(queue, cost)
+        align_ends(queues, cost, mem, self.mem_cap, self.speed_permille)
+        num_rows = max(len(queue) for queue in queues)
+        return [[queue[g] if g < len(queue) else None for queue in queues] for g in range(num_rows)]
