@@ -84,7 +84,7 @@ def _scheduler(shift: float, num_steps: int):
 
 
 def _conditions(grids: Sequence[Grid], texts: Sequence[torch.Tensor], token_size: int) -> PackedBatch:
-    """Shapes and texts as a batch; `sample_ids` counts the texts, grids repeat for the null texts. Latents are unset."""
+    """Shapes and texts as a batch; `sample_ids` counts the texts, grids repeat for the null texts; no latents."""
     samples = []
     for index, text in enumerate(texts):
         grid = grids[index % len(grids)]
