@@ -212,7 +212,8 @@ class WanTransformer(nn.Module):
     """Wan 2.1 text-to-video transformer; a new one is initialised for training from scratch.
 
     State dicts have the keys of `diffusers.WanTransformer3DModel` and load both ways. Parameter names differ in the
-    modulation tables alone; `diffusers_name` translates.
+    modulation tables alone; `diffusers_name` translates. `torch.distributed.checkpoint.state_dict` looks keys up as
+    attributes and cannot follow that: hand it `dict(model.named_parameters())` instead.
     """
 
     def __init__(self, config: WanConfig):

@@ -28,15 +28,17 @@ def test_two_processes_agree_with_the_unsharded_model(tmp_path):
 
 def shard(model, dtype):
     """Wrap as training does: the fp32 unit, each block, the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))  # on a GPU machine too: the oracle is the CPU's
     low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     high = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fp32_modules, blocks = model.fsdp_units()
-    fully_shard(fp32_modules, mp_policy=high)
+    fully_shard(fp32_modules, mesh=mesh, mp_policy=high)
     for block in blocks:
-        fully_shard(block, mp_policy=low)
-    return fully_shard(model, mp_policy=low)
+        fully_shard(block, mesh=mesh, mp_policy=low)
+    return fully_shard(model, mesh=mesh, mp_policy=low)
 
 
 def loss_of(model, samples, **options):

@@ -320,7 +320,7 @@ def test_bf16_on_cuda_agrees_with_fp32_on_the_cpu(model, samples, recompute):
     velocity = cuda(noisy_latents(batch), timesteps(batch), batch, recompute=recompute)
     loss_cuda = weighted_loss_sum(batch, velocity)
     loss_cuda.backward()
-    # bfloat16 products, as on the CPU; gradients pass twice as many.
-    assert relative(loss_cuda.cpu(), loss) < 1e-2
-    for name, parameter in cuda.named_parameters():
-        assert relative(parameter.grad.float().cpu(), grads[name]) < 4e-2, name
+    # bfloat16 products, as on the CPU. Measured on an H200: 2e-4 and 3.4e-3, and the same on the CPU.
+    assert relative(loss_cuda.cpu(), loss) < 2e-3
+    grads_cuda = {name: parameter.grad.float().cpu() for name, parameter in cuda.named_parameters()}
+    assert relative(flatten(grads_cuda), flatten(grads)) < 1e-2
