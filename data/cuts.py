@@ -71,9 +71,11 @@ class CutConfig:
             unknown = sorted(values.keys() - types.keys()) if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"{path}: unknown {unknown}; the keys are {', '.join(types)}")
         for key, value in values.items():
-            wanted = {float: (int, float), int: int}.get(types[key], list)
+            wanted, name = {float: ((int, float), "a number"), int: (int, "an integer")}.get(
+                types[key], (list, "a list")
+            )
             if not isinstance(value, wanted) or isinstance(value, bool):
-                raise ValueError(f"{path}: `{key}` is {value!r}, expected {getattr(types[key], '__name__', 'a list')}")
+                raise ValueError(f"{path}: `{key}` is {value!r}, expected {name}")
         given = [part.split(",") for part in shapes.split(";")] if shapes else values.pop("shapes", [])
         return cls(**{**values, "shapes": tuple(_shape(numbers) for numbers in given)})
 

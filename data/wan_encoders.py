@@ -1,0 +1,103 @@
+"""Wan 2.1's own VAE and text encoder, from local folders in diffusers' layout."""
+
+import hashlib
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from einops import rearrange
+
+from adaptiveload.data.codecs import SPATIAL_STRIDE, TEMPORAL_STRIDE
+from adaptiveload.scheduling.shapes import LatentGeometry
+
+
+class WanVaeCodec:
+    """`AutoencoderKLWan` in float32: the posterior's mean, normalised per channel by the VAE's own mean and std.
+
+    Args:
+        vae_dir: Folder with `config.json` and the weights; nothing is downloaded.
+        device: Where it runs.
+
+    Raises:
+        ValueError: If the folder is absent, or its latents have not the 16 channels of Wan 2.1.
+    """
+
+    name = "wan_vae"
+
+    def __init__(self, vae_dir: Path, device: str = "cpu"):
+        from diffusers import AutoencoderKLWan  # takes seconds to import
+
+        if not (Path(vae_dir) / "config.json").is_file():
+            raise ValueError(f"no VAE in {vae_dir}: config.json is missing")
+        self._vae = AutoencoderKLWan.from_pretrained(str(vae_dir), torch_dtype=torch.float32, local_files_only=True)
+        self._vae.to(device).eval()
+        config, channels = self._vae.config, LatentGeometry().channels
+        if not config.z_dim == len(config.latents_mean) == len(config.latents_std) == channels:
+            raise ValueError(f"VAE in {vae_dir} has {config.z_dim} latent channels, expected {channels}")
+        constants = np.array([config.latents_mean, config.latents_std], dtype=np.float32)
+        self.normalization_hash = hashlib.blake2b(self.name.encode() + constants.tobytes(), digest_size=8).hexdigest()
+        self._mean, self._std = torch.from_numpy(constants).to(device)[:, :, None, None, None]  # [C, 1, 1, 1] each
+        self._device = device
+
+    @torch.no_grad()
+    def encode(self, frames: np.ndarray) -> np.ndarray:
+        """uint8 [F, H, W, 3] -> float32 [16, f, h, w]. Raises ValueError unless F = 4k+1 and H, W divide by 8."""
+        count, height, width, _ = frames.shape
+        if (count - 1) % TEMPORAL_STRIDE or height % SPATIAL_STRIDE or width % SPATIAL_STRIDE:
+            # The VAE itself drops odd frames without a word.
+            raise ValueError(f"frames {count}x{height}x{width} must be 4k+1 frames with sides that are multiples of 8")
+        pixels = rearrange(torch.from_numpy(frames).to(self._device), "f y x c -> 1 c f y x").float() / 127.5 - 1
+        latents = self._vae.encode(pixels).latent_dist.mode()[0]
+        return ((latents - self._mean) / self._std).cpu().numpy()
+
+    @torch.no_grad()
+    def decode(self, latents: np.ndarray) -> np.ndarray:
+        """float32 [16, f, h, w] -> uint8 [F, H, W, 3]."""
+        scaled = torch.from_numpy(latents).to(self._device) * self._std + self._mean
+        pixels = rearrange(self._vae.decode(scaled[None]).sample[0], "c f y x -> f y x c")
+        return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu().numpy()
+
+
+class Umt5TextEncoder:
+    """UMT5 as Wan 2.1 uses it: cleaned caption, at most 512 tokens, rows of padding left out.
+
+    Args:
+        model_dir: Folder with `tokenizer/` and `text_encoder/`, as in a Wan 2.1 repository for diffusers.
+        device: Where it runs; bfloat16 on a GPU, float32 on a CPU.
+
+    Raises:
+        ValueError: If a folder is absent, or transformers is not installed.
+    """
+
+    max_len = 512
+
+    def __init__(self, model_dir: Path, device: str = "cpu"):
+        for part in ("tokenizer", "text_encoder"):
+            if not (Path(model_dir) / part).is_dir():
+                raise ValueError(f"no text encoder in {model_dir}: folder {part}/ is missing")
+        try:
+            from transformers import AutoTokenizer, UMT5EncoderModel  # takes seconds to import
+        except ImportError as error:
+            raise ValueError("the UMT5 text encoder needs a package more: `pip install transformers`") from error
+        self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir / "tokenizer"), local_files_only=True)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self._model = UMT5EncoderModel.from_pretrained(
+            str(model_dir / "text_encoder"), dtype=dtype, local_files_only=True
+        )
+        self._model.to(device).eval()
+        self.dim = self._model.config.d_model
+        self.name = f"umt5-{self.dim}-{self.max_len}"
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> list[np.ndarray]:
+        """One float32 [len, dim] per caption, 1 <= len <= 512, end mark included."""
+        return [self._encode_one(caption) for caption in captions]
+
+    def _encode_one(self, caption: str) -> np.ndarray:
+        text = " ".join(html.unescape(html.unescape(caption)).split())
+        # Alone and unpadded: equal to the padded, masked batch of Wan's pipeline, without its padding.
+        tokens = self._tokenizer(text, max_length=self.max_len, truncation=True, return_tensors="pt")
+        ids, mask = (tokens[name].to(self._model.device) for name in ("input_ids", "attention_mask"))
+        return self._model(ids, mask).last_hidden_state[0].float().cpu().numpy()

@@ -1,0 +1,67 @@
+"""Tiny real media and shards for the tests. Frame i of a clip is grey of level 20 + 6 i: it survives lossy coding."""
+
+import io
+import struct
+import tarfile
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+
+def grey(i, height=48, width=64):
+    return np.full((height, width, 3), 20 + 6 * i, np.uint8)
+
+
+def level(rgb):
+    """Index of a frame made by `grey`."""
+    return round((float(np.median(rgb)) - 20) / 6)
+
+
+def write_clip(path, frames, fps=16, pts_ms=None, **options):
+    """mp4 of RGB frames at `fps`, or shown at `pts_ms` milliseconds."""
+    frames = list(frames)
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps))
+        stream.height, stream.width = frames[0].shape[:2]
+        stream.pix_fmt, stream.options = "yuv420p", {"crf": "4", "g": "10", "bf": "0", **options}
+        if pts_ms is not None:
+            stream.codec_context.time_base = Fraction(1, 1000)
+        for i, rgb in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(rgb, format="rgb24")
+            frame.pts = i if pts_ms is None else pts_ms[i]
+            if pts_ms is not None:
+                frame.time_base = Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return Path(path)
+
+
+def find_box(data, path, start=0, end=None):
+    """(offset, size) of an mp4 box such as "moov/trak/tkhd"."""
+    name, _, rest = path.partition("/")
+    end = len(data) if end is None else end
+    while start + 8 <= end:
+        size, kind = struct.unpack(">I4s", data[start : start + 8])
+        if kind.decode("latin1") == name:
+            return find_box(data, rest, start + 8, start + size) if rest else (start, size)
+        start += size
+    raise KeyError(path)
+
+
+def picture_bytes(i=0, height=48, width=64, kind="PNG"):
+    buffer = io.BytesIO()
+    Image.fromarray(grey(i, height, width)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def write_tar(path, members):
+    """Tar of (name, bytes) in the given order, names may repeat."""
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return Path(path)

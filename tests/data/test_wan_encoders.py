@@ -1,0 +1,110 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from adaptiveload.data.wan_encoders import Umt5TextEncoder, WanVaeCodec
+
+
+@pytest.fixture(scope="module")
+def vae_dir(tmp_path_factory):
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    folder = tmp_path_factory.mktemp("vae")
+    vae.save_pretrained(folder)
+    return folder
+
+
+def test_latents_are_the_normalised_mean_of_the_posterior(vae_dir):
+    from diffusers import AutoencoderKLWan
+
+    codec = WanVaeCodec(vae_dir)
+    frames = np.random.default_rng(0).integers(0, 256, (9, 16, 32, 3), np.uint8)
+    latents = codec.encode(frames)
+    assert latents.shape == (16, 3, 2, 4)
+    assert latents.dtype == np.float32
+    vae = AutoencoderKLWan.from_pretrained(vae_dir).eval()
+    pixels = torch.from_numpy(frames).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+    with torch.no_grad():
+        mean = vae.encode(pixels).latent_dist.mode()[0].numpy()
+    for channel in range(16):
+        expected = (mean[channel] - vae.config.latents_mean[channel]) / vae.config.latents_std[channel]
+        np.testing.assert_allclose(latents[channel], expected, atol=1e-5)  # float32 rounding only
+    with torch.no_grad():
+        pixels = vae.decode(torch.from_numpy(mean)[None]).sample[0].permute(1, 2, 3, 0).clamp(-1, 1).numpy()
+    decoded = codec.decode(latents)
+    assert decoded.shape == frames.shape
+    # Rounding to bytes, and to the neighbour where float32 falls on the edge.
+    assert np.abs(decoded.astype(float) - (pixels + 1) * 127.5).max() < 0.51
+
+
+def test_a_prefix_of_the_frames_has_a_prefix_of_the_latents(vae_dir):
+    codec = WanVaeCodec(vae_dir)
+    frames = np.random.default_rng(1).integers(0, 256, (9, 16, 16, 3), np.uint8)
+    np.testing.assert_allclose(codec.encode(frames[:5]), codec.encode(frames)[:, :2], atol=1e-4)  # causal VAE
+
+
+def test_frames_that_the_vae_would_drop_are_refused(vae_dir):
+    with pytest.raises(ValueError, match=r"4k\+1"):
+        WanVaeCodec(vae_dir).encode(np.zeros((6, 16, 16, 3), np.uint8))
+
+
+def test_the_hash_follows_the_constants(vae_dir, tmp_path):
+    other = shutil.copytree(vae_dir, tmp_path / "vae")
+    config = json.loads((other / "config.json").read_text())
+    config["latents_std"][3] = 2.0
+    (other / "config.json").write_text(json.dumps(config))
+    assert WanVaeCodec(other).normalization_hash != WanVaeCodec(vae_dir).normalization_hash
+
+
+def test_missing_folders_are_named(tmp_path):
+    with pytest.raises(ValueError, match="no VAE in"):
+        WanVaeCodec(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer/ is missing"):
+        Umt5TextEncoder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def text_dir(tmp_path_factory):
+    pytest.importorskip("transformers", reason="optional: only the UMT5 text encoder needs it")
+    from tokenizers import Tokenizer
+    from tokenizers.models import Unigram
+    from tokenizers.pre_tokenizers import Metaspace
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz&", "▁cat", "▁dog"]
+    tokenizer = Tokenizer(Unigram([(piece, -float(i > 2)) for i, piece in enumerate(pieces)], unk_id=2))
+    tokenizer.pre_tokenizer = Metaspace()
+    tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    folder = tmp_path_factory.mktemp("wan")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    fast.save_pretrained(folder / "tokenizer")
+    torch.manual_seed(0)
+    config = UMT5Config(vocab_size=len(pieces), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
+    return folder
+
+
+def test_text_is_cleaned_and_trimmed_and_equals_the_padded_run(text_dir):
+    encoder = Umt5TextEncoder(text_dir)
+    null, cat, entity = encoder.encode(["", " a   cat ", "cat &amp;amp; dog"])
+    assert null.shape == (1, 16)
+    np.testing.assert_array_equal(cat, encoder.encode(["a cat"])[0])
+    np.testing.assert_array_equal(entity, encoder.encode(["cat & dog"])[0])
+    tokens = encoder._tokenizer("a cat", padding="max_length", max_length=40, return_tensors="pt")
+    with torch.no_grad():
+        padded = encoder._model(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
+    # The same rows up to the order of float32 sums.
+    np.testing.assert_allclose(cat, padded[: len(cat)].numpy(), atol=1e-5)
+    assert int(tokens.attention_mask.sum()) == len(cat)
+
+
+def test_long_text_is_cut_at_512(text_dir):
+    assert Umt5TextEncoder(text_dir).encode(["x " * 600])[0].shape == (512, 16)
