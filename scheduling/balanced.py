@@ -39,6 +39,11 @@ class BalancedPolicy:
     slot_overhead_us: int
     lookahead: int = 1
 
+    @property
+    def steps_in_first_epoch(self) -> int:
+        """Whole windows in an epoch, at least 1."""
+        return max(self.order.epoch_size // self.samples_per_step, 1)
+
     def plan(self, step: int) -> StepPlan:
         """Plan of optimizer step `step`, from 0."""
         draws = self.window(step)

@@ -57,6 +57,11 @@ class BucketPolicy:
         self._first_steps = [0]  # first step of each epoch known so far
         self._latest: tuple[int, Emissions] | None = None
 
+    @property
+    def steps_in_first_epoch(self) -> int:
+        """Steps until every sample has run once."""
+        return self._emissions(0).num_steps
+
     def plan(self, step: int) -> StepPlan:
         """Plan of optimizer step `step`, from 0."""
         epoch = self._epoch_of(step)

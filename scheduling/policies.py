@@ -64,6 +64,11 @@ class ScheduleConfig:
 class Policy(Protocol):
     """Plans optimizer steps. `plan` gives the same plan whenever and wherever it is asked for the same step."""
 
+    @property
+    def steps_in_first_epoch(self) -> int:
+        """Whole steps in the first epoch, at least 1."""
+        ...
+
     def plan(self, step: int) -> StepPlan:
         """Plan of optimizer step `step`, from 0."""
         ...

@@ -37,6 +37,7 @@ class TotalsPlanner:
         for placement in by_memory:
             self._first_fit(placement.class_id, placement.counts)
         load = row.load + self.slot_overhead_us * np.sum(self._is_open, axis=0)
+        load += self.slot_overhead_us * self._open_where_light(load, sand)
         for class_id in np.flatnonzero(sand).tolist():
             self._pour(class_id, int(sand[class_id]), load)
         return self._arrange(cost, mem, min_slots)
@@ -59,8 +60,7 @@ class TotalsPlanner:
         left, slot, mem = counts, 0, int(self.classes.mem[class_id])
         while left.any():
             if slot == len(self._room):
-                self._room.append(np.full(self.ranks, self.mem_cap, np.int64))
-                self._is_open.append(np.zeros(self.ranks, np.int64))
+                self._add_slot()
             put = np.minimum(left, self._room[slot] // mem)
             if put.any():
                 self._room[slot] -= put * mem
@@ -68,6 +68,29 @@ class TotalsPlanner:
                 self._placements.append(Placement(class_id, slot * self.ranks, put))
                 left = left - put
             slot += 1
+
+    def _add_slot(self) -> None:
+        self._room.append(np.full(self.ranks, self.mem_cap, np.int64))
+        self._is_open.append(np.zeros(self.ranks, np.int64))
+
+    def _open_where_light(self, load: IntArray, sand: IntArray) -> IntArray:
+        """Open one more micro-batch on ranks that lack the memory, not the time, for their part of `sand`.
+
+        A rank that would stay below the common level by more than the overhead runs another micro-batch for nothing.
+        Returns how many were opened on each rank, int64 [ranks].
+        """
+        sand_cost, sand_mem = int((sand * self.classes.cost).sum()), int((sand * self.classes.mem).sum())
+        if not sand_cost:
+            return np.zeros(self.ranks, np.int64)
+        level = (int(load.sum()) + sand_cost) // self.ranks
+        room = np.sum([r * o for r, o in zip(self._room, self._is_open, strict=True)], axis=0)
+        is_light: IntArray = (level - load - room * sand_cost // sand_mem > self.slot_overhead_us).astype(np.int64)
+        if is_light.any():
+            self._add_slot()
+            next_slot = np.sum(self._is_open, axis=0)
+            for rank in np.flatnonzero(is_light).tolist():
+                self._is_open[int(next_slot[rank])][rank] = 1
+        return is_light
 
     def _pour(self, class_id: int, count: int, load: IntArray) -> None:
         """Level `load` (int64 [ranks], changed) with `count` samples of a class, in micro-batches that are open."""

@@ -1,0 +1,322 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from adaptiveload.scheduling.balanced import resolve_lookahead
+from adaptiveload.scheduling.buckets import best_compute_limit_factor, bucket_batch_size
+from adaptiveload.scheduling.cost import TwoTermCost, read_cost
+from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
+from adaptiveload.scheduling.order import EndlessOrder
+from adaptiveload.scheduling.policies import POLICIES, ScheduleConfig, bucket_counts, build_policy, paper_batch_sizes
+from adaptiveload.scheduling.samples import SampleTable
+from adaptiveload.scheduling.shapes import LatentGeometry
+from scripts.simulate import main
+
+COST = read_cost("configs/costs/wan_1_3b.yaml")
+RANKS = 16
+
+
+@cache
+def mixed(num_samples):
+    table = SampleTable.from_mix("configs/mixes/mixed.yaml", num_samples, seed=0)
+    return table, EndlessOrder(np.arange(num_samples), seed=0)
+
+
+def mixed_policy(num_samples, meet="slot", ranks=RANKS, **options):
+    table, order = mixed(num_samples)
+    config = ScheduleConfig(samples_per_step=28 * RANKS, **{"memory_limit_tokens": 105_600, **options})
+    return build_policy(config, table, order, COST, ranks, meet)
+
+
+def evenness(policy, steps, meet):
+    plans = [policy.plan(step) for step in steps]
+    work = np.concatenate([where_ranks_meet(plan.costs_us, meet) for plan in plans])
+    return load_cv(work, "slot"), idle_share(work, "slot"), max(int(plan.num_tokens.max()) for plan in plans)
+
+
+def small_table(counts):
+    """`counts` maps (frames, height, width) to samples."""
+    shapes = [shape for shape, count in counts.items() for _ in range(count)]
+    keys = [f"{i:03d}" for i in range(len(shapes))]
+    return SampleTable.from_columns(keys, keys, *zip(*shapes, strict=True), [32] * len(shapes), LatentGeometry())
+
+
+# What the policies reach on the mix. Windows of 28 samples a rank, 24 of them; bounds from the paper and measurement.
+
+
+def test_balanced_is_even_where_memory_has_room():
+    cv, _, most_tokens = evenness(mixed_policy(480_000), range(24), "slot")
+    assert cv <= 0.005
+    assert most_tokens <= 105_600
+
+
+def test_balanced_is_even_under_tight_memory():
+    cv, _, most_tokens = evenness(mixed_policy(480_000, memory_limit_tokens=52_800), range(24), "slot")
+    assert cv <= 0.04
+    assert most_tokens <= 52_800
+    _, idle, most_tokens = evenness(mixed_policy(480_000, "step", memory_limit_tokens=52_800), range(24), "step")
+    assert idle <= 0.001
+    assert most_tokens <= 52_800
+
+
+def test_paper_policies_come_to_the_imbalance_that_the_paper_reports():
+    steps = range(200, 440, 10)  # full buckets only
+    cv, _, most_tokens = evenness(mixed_policy(480_000, policy="equal_token"), steps, "slot")
+    assert 0.35 <= cv <= 0.45
+    assert most_tokens <= 105_600
+    dual = mixed_policy(480_000, policy="dual_constraint")
+    cv, _, most_tokens = evenness(dual, steps, "slot")
+    assert 0.12 <= cv <= 0.18
+    assert most_tokens <= 105_600
+    fixed = mixed_policy(480_000, policy="dual_constraint", compute_limit_factor=1.25)
+    assert (dual.batch_sizes == fixed.batch_sizes).all()  # the choice of f
+
+
+@pytest.mark.parametrize("meet", ["slot", "step"])
+def test_compute_limit_factor_is_the_one_of_highest_tokens_per_s(meet):
+    table, order = mixed(480_000)
+    counts = bucket_counts(table, order)
+    assert best_compute_limit_factor(table, counts, 105_600, 1024, 1.45, COST, RANKS, 4, meet) == 1.25
+
+
+# Promises of every policy.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("meet", ["slot", "step"])
+def test_plan_out_of_the_blue_equals_plan_in_sequence(policy, meet):
+    sequence = mixed_policy(3000, meet, policy=policy)
+    digests = [sequence.plan(step).digest for step in range(40)]
+    assert len(set(digests)) == 40
+    for step in (39, 17, 3):
+        assert mixed_policy(3000, meet, policy=policy).plan(step).digest == digests[step]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_sample_once_an_epoch_and_positions_join_up(policy):
+    planner, num_samples = mixed_policy(3000, policy=policy), 3000
+    position, seen, step = 0, [], 0
+    while position < 2 * num_samples:
+        plan = planner.plan(step)
+        assert (plan.step, plan.position) == (step, position)
+        in_slots = sorted(i for slot in plan.slots for bin_ in slot for i in bin_ or ())
+        assert in_slots == list(range(plan.num_samples))
+        assert plan.normalizer == plan.num_samples == plan.next_position - position
+        seen += list(zip(plan.epochs.tolist(), plan.sample_ids.tolist(), strict=True))
+        position, step = plan.next_position, step + 1
+    for epoch in (0, 1):
+        assert sorted(i for e, i in seen if e == epoch) == list(range(num_samples))
+
+
+def test_plan_arrays_agree_with_the_slots():
+    table, _ = mixed(3000)
+    for meet in ("slot", "step"):
+        plan = mixed_policy(3000, meet, recompute="full", loss_weight_exponent=0.5).plan(2)
+        tokens = table.num_tokens[plan.sample_ids]
+        assert plan.costs_us.shape == plan.num_tokens.shape == (plan.num_slots, RANKS)
+        assert plan.recompute == ("full",) * plan.num_slots
+        for g, slot in enumerate(plan.slots):
+            for rank, bin_ in enumerate(slot):
+                if bin_ is None:
+                    assert plan.costs_us[g, rank] == plan.num_tokens[g, rank] == 0
+                    continue
+                members = list(bin_)
+                assert plan.num_tokens[g, rank] == tokens[members].sum()
+                assert plan.costs_us[g, rank] == 60_000 + COST.sample_us(tokens[members], tokens[members]).sum()
+        assert plan.weights == pytest.approx(tokens**0.5)
+        assert plan.normalizer == pytest.approx((tokens**0.5).sum())
+        for rank in range(RANKS):
+            assert plan.micro_batches(rank) == [slot[rank] for slot in plan.slots if slot[rank] is not None]
+
+
+def test_digest_changes_with_what_is_computed():
+    plan = mixed_policy(3000).plan(0)
+    assert replace(plan).digest == plan.digest
+    swapped = (tuple(reversed(plan.slots[0])), *plan.slots[1:])
+    for change in (
+        {"slots": swapped},
+        {"sample_ids": plan.sample_ids + 1},
+        {"normalizer": 1.0},
+        {"recompute": ("full",) * plan.num_slots},
+        {"meet": "step"},
+        {"weights": plan.weights * 2},
+    ):
+        assert replace(plan, **change).digest != plan.digest
+
+
+# The default policy alone.
+
+
+@pytest.mark.parametrize("lookahead", ["1", "4"])
+def test_samples_of_a_step_do_not_depend_on_ranks_memory_or_costs(lookahead):
+    table, order = mixed(3000)
+    config = ScheduleConfig(samples_per_step=256, memory_limit_tokens=105_600, lookahead=lookahead)
+    for step in (0, 3, 30):
+        reference = build_policy(config, table, order, COST, 8, "slot").plan(step)
+        for ranks, limit, cost, meet in (
+            (16, 105_600, COST, "slot"),
+            (64, 52_800, COST, "step"),
+            (1, 60_000, TwoTermCost(0, 0, 1, 1, 0), "slot"),
+        ):
+            other = replace(config, memory_limit_tokens=limit)
+            plan = build_policy(other, table, order, cost, ranks, meet).plan(step)
+            assert (plan.sample_ids == reference.sample_ids).all()
+            assert (plan.epochs == reference.epochs).all()
+            assert plan.normalizer == reference.normalizer
+
+
+def test_lookahead_gathers_like_samples_and_loses_none():
+    table, order = mixed(3000)
+    config = ScheduleConfig(samples_per_step=100, memory_limit_tokens=52_800, lookahead="4")
+    policy = build_policy(config, table, order, COST, 4, "slot")
+    windows = [policy.plan(step) for step in range(4, 8)]
+    ids = np.concatenate([plan.sample_ids for plan in windows])
+    assert sorted(ids) == sorted(order.window(400, 400).ids)
+    ranges = sorted((table.num_tokens[p.sample_ids].min(), table.num_tokens[p.sample_ids].max()) for p in windows)
+    assert all(low[1] <= high[0] for low, high in pairwise(ranges))
+    dearest = [int(np.argmax([policy.plan(g * 4 + k).costs_us.sum() for k in range(4)])) for g in range(12)]
+    assert len(set(dearest)) > 1  # the order of the new windows is shuffled
+
+
+def test_lookahead_is_the_smallest_with_work_for_two_dearest_samples():
+    costs = np.array([1] * 9 + [11])  # mean 2; a rank's work per step is 2 * samples / ranks, wanted is 22
+    assert [resolve_lookahead(costs, 8 * n, 8) for n in (11, 10, 6, 5, 3, 2, 1)] == [1, 2, 2, 4, 4, 8, 8]
+
+
+def test_short_samples_do_not_pile_up():
+    table = small_table({(1, 16, 16): 300})
+    config = ScheduleConfig(samples_per_step=300, memory_limit_tokens=100_000, max_samples_per_micro_batch=40)
+    for policy in POLICIES:
+        order = EndlessOrder(np.arange(300), seed=0)
+        plan = build_policy(replace(config, policy=policy), table, order, COST, 2, "slot").plan(0)
+        assert max(len(bin_) for slot in plan.slots for bin_ in slot) <= 40
+
+
+# Batch sizes of the paper's policies.
+
+
+def test_batch_size_at_exact_edges():
+    for seq_len in (1560, 3510, 32_760):
+        for size in (1, 3, 7, 30):
+            assert bucket_batch_size(seq_len, seq_len * size) == size
+            assert bucket_batch_size(seq_len, seq_len * size - 1) == max(1, size - 1)
+            for exponent in (1.0, 1.22, 1.45, 1.85, 2.0):
+                limit = size * float(seq_len) ** exponent
+                for rounded in (limit, np.nextafter(limit, 0), np.nextafter(limit, np.inf)):
+                    assert bucket_batch_size(seq_len, 10**9, rounded, exponent) == size
+                assert bucket_batch_size(seq_len, 10**9, limit * 0.999, exponent) == max(1, size - 1)
+
+
+def test_batch_size_takes_the_tighter_limit():
+    assert bucket_batch_size(1560, 48_000, 2.3e9, 2.0) == 30  # memory
+    assert bucket_batch_size(12_000, 48_000, 3.5e8, 2.0) == 2  # compute
+    assert bucket_batch_size(32_760, 48_000, 1.0e9, 2.0) == 1  # neither allows one
+
+
+@pytest.mark.parametrize(
+    "bad", [(0, 10, 1.0, 1.0), (-4, 10, 1.0, 1.0), (4, 0, 1.0, 1.0), (4, 10, 0.0, 1.0), (4, 10, 1.0, 0)]
+)
+def test_batch_size_refuses_what_is_not_positive(bad):
+    with pytest.raises(ValueError, match="must be positive"):
+        bucket_batch_size(*bad)
+
+
+def test_buckets_thinner_than_their_batch_still_train():
+    # Nine buckets, every one with fewer samples than its batch size: only partial buckets, at the end of the epoch.
+    counts = {(frames, 128, 16 * k): 1 + (frames + k) % 5 for frames in (1, 5, 17) for k in (2, 3, 8)}
+    table = small_table(counts)
+    for policy in ("equal_token", "dual_constraint"):
+        config = ScheduleConfig(policy=policy, memory_limit_tokens=100_000, compute_limit_factor=1000.0)
+        order = EndlessOrder(np.arange(len(table)), seed=1)
+        sizes = paper_batch_sizes(config, table, order, COST, 3, "slot")
+        assert (sizes > np.bincount(table.shape_ids)).all()
+        planner = build_policy(config, table, order, COST, 3, "slot")
+        plans = [planner.plan(step) for step in range(planner.steps_in_first_epoch)]
+        assert len(plans) >= 1
+        assert sorted(np.concatenate([plan.sample_ids for plan in plans])) == list(range(len(table)))
+        assert {len(slot) for plan in plans for slot in plan.slots} == {3}
+        filler = [
+            plan.costs_us[g, r] for plan in plans for g, s in enumerate(plan.slots) for r, b in enumerate(s) if not b
+        ]
+        assert filler
+        assert set(filler) == {60_000}  # what a micro-batch costs without a sample
+
+
+def test_ranks_draw_alone():
+    planner = mixed_policy(3000, policy="equal_token")
+    _, order = mixed(3000)
+    owner = dict(zip(order.window(0, 3000).ids.tolist(), (np.arange(3000) % RANKS).tolist(), strict=True))
+    plan = planner.plan(0)
+    for rank in range(RANKS):
+        drawn = [int(plan.sample_ids[i]) for bin_ in plan.micro_batches(rank) for i in bin_]
+        assert drawn
+        assert {owner[i] for i in drawn} == {rank}
+
+
+# What a user can get wrong.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_sample_above_the_memory_limit_is_refused_or_runs_alone(policy, caplog):
+    table = small_table({(1, 64, 64): 30, (17, 128, 128): 1})  # 16 and 320 tokens
+    order = EndlessOrder(np.arange(31), seed=0)
+    config = ScheduleConfig(policy=policy, samples_per_step=31, memory_limit_tokens=200)
+    with pytest.raises(ValueError, match=r"'030' has 320 tokens.*schedule.memory_limit_tokens = 200.*allow_oversize"):
+        build_policy(config, table, order, COST, 2, "slot")
+    planner = build_policy(replace(config, allow_oversize=True), table, order, COST, 2, "slot")
+    assert "'030' has 320 tokens" in caplog.text
+    for step in range(planner.steps_in_first_epoch):
+        plan = planner.plan(step)
+        for slot in plan.slots:
+            for bin_ in slot:
+                tokens = table.num_tokens[plan.sample_ids[list(bin_)]]
+                assert tokens.sum() <= 200 or len(bin_) == 1
+    held_out = EndlessOrder(np.arange(30), seed=0)  # the long one is not trained on
+    build_policy(config, table, held_out, COST, 2, "slot")
+
+
+@pytest.mark.parametrize(
+    ("options", "meet", "message"),
+    [
+        ({"policy": "fair"}, "slot", r"schedule.policy must be one of .*'fair'"),
+        ({}, "auto", "schedule.meet must be"),
+        ({"recompute": "half"}, "slot", "schedule.recompute"),
+        ({"samples_per_step": 15}, "slot", r"15 samples a step.*16 ranks.*schedule.samples_per_step"),
+        ({"lookahead": "auto"}, "slot", "schedule.lookahead"),
+        ({"lookahead": "0"}, "slot", "schedule.lookahead"),
+        ({"slots_per_step": 0}, "slot", "schedule.slots_per_step"),
+        ({"memory_limit_tokens": 0}, "slot", "schedule.memory_limit_tokens"),
+        ({"compute_limit_factor": -1.0}, "slot", "schedule.compute_limit_factor"),
+        ({"slot_overhead_us": -1}, "slot", "schedule.slot_overhead_us"),
+        ({"loss_weight_exponent": float("nan")}, "slot", "schedule.loss_weight_exponent"),
+    ],
+)
+def test_configuration_is_checked(options, meet, message):
+    table, order = mixed(3000)
+    config = replace(ScheduleConfig(samples_per_step=448, memory_limit_tokens=105_600), **options)
+    with pytest.raises(ValueError, match=message):
+        build_policy(config, table, order, COST, RANKS, meet)
+
+
+def test_scheduling_loads_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import adaptiveload.scheduling.policies, adaptiveload.scheduling.metrics, scripts.simulate\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_simulator_prints_a_row_for_each_policy(capsys):
+    main(["--ranks", "4", "--steps", "3", "--epoch-samples-per-rank", "2000", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["policy"] for row in rows] == ["equal_token", "dual_constraint", "balanced"]
+    assert rows[2]["load_cv"] < rows[1]["load_cv"] < rows[0]["load_cv"]
+    assert rows[2]["samples_per_step"] == 112
+    main(["--ranks", "4", "--steps", "3", "--epoch-samples-per-rank", "2000", "--meet", "step"])
+    assert len(capsys.readouterr().out.splitlines()) == 4
