@@ -134,7 +134,9 @@ class ShardIndex:
         if not len(self):
             raise ValueError(f"the index of {self.root} has no samples")
         self._verify_shards()
-        ends = np.array([self.info.shards.get(shard, -1) for shard in self.shards])
+        shards = pa.array(self.shards, pa.string()).dictionary_encode()
+        sizes = np.array([self.info.shards.get(name, -1) for name in shards.dictionary.to_pylist()])
+        ends = sizes[shards.indices.to_numpy()]
         bad = (self.offsets < 0) | (self.sizes <= 0) | (self.offsets + self.sizes > ends) | (self.text_lens < 1)
         if bad.any():
             row = int(np.argmax(bad))
@@ -142,11 +144,11 @@ class ShardIndex:
                 f"{self.root / INDEX_NAME}: row {row} (key {self.keys[row]!r}) points to bytes {self.offsets[row]}+"
                 f"{self.sizes[row]} of {self.shards[row]} ({ends[row]} bytes) with {self.text_lens[row]} rows of text"
             )
-        seen: set[tuple[str, str]] = set()
-        for place in zip(self.shards, self.keys, strict=True):
-            if place in seen:
-                raise ValueError(f"{self.root / INDEX_NAME}: key {place[1]!r} comes twice in shard {place[0]}")
-            seen.add(place)
+        places = pa.table({"shard": shards, "key": pa.array(self.keys, pa.string())})
+        counts = places.group_by(["shard", "key"]).aggregate([([], "count_all")])
+        if counts.num_rows < len(self):
+            twin = counts.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]
+            raise ValueError(f"{self.root / INDEX_NAME}: key {twin['key']!r} comes twice in shard {twin['shard']}")
         self.sample_table(self.info.geometry)
 
     def _verify_shards(self) -> None:
