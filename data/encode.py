@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaptiveload.data.codecs import LatentCodec, psnr_db
 from adaptiveload.data.cuts import Cut, CutConfig, plan_cuts
+from adaptiveload.data.latent_codecs import LatentCodec, psnr_db
 from adaptiveload.data.media import MediaError, crop_resize, iter_frames, probe_video, read_picture
 from adaptiveload.data.raw import RawItem
 

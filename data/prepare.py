@@ -16,10 +16,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from adaptiveload.data.codecs import LatentCodec
 from adaptiveload.data.cuts import CutConfig
 from adaptiveload.data.encode import ItemResult, encode_item
 from adaptiveload.data.index import INFO_NAME, ShardIndex
+from adaptiveload.data.latent_codecs import LatentCodec
 from adaptiveload.data.raw import RawItem, find_inputs
 from adaptiveload.data.report import Report
 from adaptiveload.data.shard_writer import DatasetWriter

@@ -9,9 +9,9 @@ import safetensors.torch
 import torch
 import webdataset
 
-from adaptiveload.data.codecs import LatentCodec
 from adaptiveload.data.index import FORMAT_VERSION, NULL_TEXT_NAME, ShardIndex, write_index
 from adaptiveload.data.indexer import index_shards
+from adaptiveload.data.latent_codecs import LatentCodec
 from adaptiveload.data.reader import JSON_MEMBER, LATENTS_MEMBER
 from adaptiveload.data.text import TextEncoder
 

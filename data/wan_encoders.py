@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from adaptiveload.data.codecs import SPATIAL_STRIDE, TEMPORAL_STRIDE
+from adaptiveload.data.latent_codecs import SPATIAL_STRIDE, TEMPORAL_STRIDE
 from adaptiveload.scheduling.shapes import LatentGeometry
 
 

@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run the preparation."""
     args = parse_args(argv)
     # Imported here so that --help is quick and worker processes, which import this file, load no torch.
-    from adaptiveload.data.codecs import DctCodec
     from adaptiveload.data.cuts import CutConfig
+    from adaptiveload.data.latent_codecs import DctCodec
     from adaptiveload.data.prepare import prepare
     from adaptiveload.data.text import HashTextEncoder
 

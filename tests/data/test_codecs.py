@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from adaptiveload.data.codecs import DctCodec, psnr_db
+from adaptiveload.data.latent_codecs import DctCodec, psnr_db
 
 
 def moving_gradient(frames, height, width):
@@ -68,7 +68,7 @@ def test_a_still_clip_has_the_motion_channels_of_zero_motion():
 def test_normalization_hash_is_stable_and_depends_on_the_constants(monkeypatch):
     before = DctCodec().normalization_hash
     assert before == DctCodec().normalization_hash
-    monkeypatch.setattr("adaptiveload.data.codecs._LATER_STD", np.full(16, 2, np.float32))
+    monkeypatch.setattr("adaptiveload.data.latent_codecs._LATER_STD", np.full(16, 2, np.float32))
     assert DctCodec().normalization_hash != before
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adaptiveload.data.codecs import DctCodec
 from adaptiveload.data.cuts import CutConfig
+from adaptiveload.data.latent_codecs import DctCodec
 from adaptiveload.data.prepare import prepare
 from adaptiveload.data.reader import SampleReader
 from adaptiveload.data.text import HashTextEncoder

@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 from torch.utils.data import DataLoader
 
-from adaptiveload.data.codecs import DctCodec
 from adaptiveload.data.index import NULL_TEXT_NAME, ShardIndex, write_index
 from adaptiveload.data.indexer import index_shards
+from adaptiveload.data.latent_codecs import DctCodec
 from adaptiveload.data.reader import JSON_MEMBER, LATENTS_MEMBER, SampleError, SampleReader
 from adaptiveload.data.shard_writer import DatasetWriter
 from adaptiveload.data.text import HashTextEncoder
