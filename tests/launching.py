@@ -1,0 +1,38 @@
+"""Starts real launches for tests: `accelerate launch`, one process a rank, gloo on CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def launch_command(*arguments: object, ranks: int, script: str = "train.py") -> list[str]:
+    """Command line that starts `script` on `ranks` CPU ranks."""
+    launcher = [str(Path(sys.executable).parent / "accelerate"), "launch"]
+    if ranks > 1:
+        launcher += ["--config_file", "configs/accelerate/cpu.yaml", "--num_processes", str(ranks)]
+    else:
+        launcher += ["--config_file", "configs/accelerate/1gpu.yaml"]
+    return [*launcher, script, *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank, no GPU, the checkout importable from anywhere."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+
+def launch(*arguments: object, ranks: int, script: str = "train.py", check: bool = True) -> subprocess.CompletedProcess:
+    """Run a launch to its end; output is kept as text."""
+    result = subprocess.run(
+        launch_command(*arguments, ranks=ranks, script=script),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if check and result.returncode:
+        raise AssertionError(f"{' '.join(result.args)}\n{result.stdout}\n{result.stderr}")
+    return result

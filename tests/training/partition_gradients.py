@@ -1,0 +1,77 @@
+"""Launched by test_estimator.py on several ranks: gradients of one step under several partitions of its samples."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.training.config import load_config
+from adaptiveload.training.distributed import start_ranks
+from adaptiveload.training.feed import MicroBatch, PlannedSample
+from adaptiveload.training.run import Run, build_run
+from train import forward_backward
+
+
+def partitions(plan: StepPlan, ranks: int) -> dict[str, tuple]:
+    """Three ways to deal the step's samples to ranks and slots; the last leaves a filler on every rank but one."""
+    n = plan.num_samples
+    everyone = list(range(n))
+    contiguous = [tuple(map(int, part)) for part in np.array_split(everyone, 2 * ranks)]
+    interleaved = [tuple(everyone[i :: 3 * ranks]) for i in range(3 * ranks)]
+    lopsided = [tuple(everyone[: n // 2]), *[()] * (ranks - 1), tuple(everyone[n // 2 :]), *[()] * (ranks - 1)]
+    return {
+        name: tuple(tuple(parts[g * ranks : (g + 1) * ranks]) for g in range(len(parts) // ranks))
+        for name, parts in (("contiguous", contiguous), ("interleaved", interleaved), ("lopsided", lopsided))
+    }
+
+
+def gradient(run: Run, plan: StepPlan) -> torch.Tensor:
+    """Whole gradient of `plan`, float32, on every rank."""
+    batches: list[MicroBatch] = []
+    for indices in plan.micro_batches(run.ranks.rank):
+        planned = [
+            PlannedSample(int(plan.sample_ids[i]), int(plan.epochs[i]), int(plan.repeats[i]), float(plan.weights[i]))
+            for i in indices
+        ]
+        batches.append(run.feed.dataset[tuple(planned)])
+    run.model.zero_grad()
+    forward_backward(run, plan, iter(batches))
+    return torch.cat([parameter.grad.full_tensor().flatten() for parameter in run.model.parameters()])
+
+
+def main(config_path: str, output: str) -> None:
+    ranks = start_ranks()
+    config = load_config(config_path, [f"name=partitions-{ranks.world_size}", "schedule.loss_weight_exponent=0.5"])
+    run = build_run(config, ranks)
+    # A fresh model's head is zero, which would leave most gradients zero.
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            if name.startswith("proj_out"):
+                parameter.to_local().fill_(0.05)
+    plan = run.schedule.policy.plan(0)
+    gradients = {}
+    for name, slots in partitions(plan, ranks.world_size).items():
+        for meet in ("slot", "step"):
+            shape = (len(slots), ranks.world_size)
+            dealt = dataclasses.replace(
+                plan,
+                slots=slots,
+                meet=meet,
+                recompute=("none",) * len(slots),
+                costs_us=np.ones(shape, np.int64),
+                num_tokens=np.ones(shape, np.int64),
+            )
+            gradients[f"{name}/{meet}"] = gradient(run, dealt)
+    if ranks.is_main:
+        torch.save(gradients, Path(output))
+    if run.tracker is not None:
+        run.tracker.close()
+    ranks.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,62 @@
+"""Configuration: bad keys and values are refused in words; what was used is saved."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from adaptiveload.training.config import load_config, save_config
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.lrr=1", "unknown key `optimizer.lrr`; the nearest key is `optimizer.lr`"),
+        ("sed=3", "the nearest key is `seed`"),
+        ("schedule.memory_limit_token=1", "the nearest key is `schedule.memory_limit_tokens`"),
+        ("optimizer.lr=abc", "optimizer.lr: Value 'abc' of type 'str' could not be converted to Float"),
+        ("max_steps=1e6", "max_steps: Value '1000000.0' of type 'float' could not be converted to Integer"),
+        ("max_steps=None", "max_steps: Value 'None'"),
+        ("precision=no", "use bf16 or fp32"),
+        ("precision=fp16", "use bf16 or fp32"),
+        ("optimizer=1", "`optimizer` is a group of keys"),
+        ("model.patch_size.0=2", "a list is replaced whole"),
+        ("seed", "write key=value"),
+        ("--seed=3", "write key=value"),
+        ("data.held_out_share=1.5", "data.held_out_share=1.5"),
+        ("optimizer.beta1=1", "optimizer.beta1"),
+        ("ema.decay=1", "ema.decay"),
+        ("checkpoint.keep=0", "checkpoint.keep"),
+        ("tracking.wandb=yes", "tracking.wandb"),
+    ],
+)
+def test_bad_override_names_key_and_reason(override: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        load_config(None, [override])
+
+
+def test_bad_key_in_file_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("optimizer:\n  learning_rate: 1.0e-4\n")
+    with pytest.raises(ValueError, match=r"run\.yaml: unknown key `optimizer\.learning_rate`"):
+        load_config(path)
+    with pytest.raises(ValueError, match="no such configuration file"):
+        load_config(tmp_path / "none.yaml")
+    path.write_text("- a\n- b\n")
+    with pytest.raises(ValueError, match="mapping"):
+        load_config(path)
+
+
+def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 5\nmax_steps: 7\n")
+    config = load_config(path, ["max_steps=9"])
+    assert (config.seed, config.max_steps, config.optimizer.beta2) == (5, 9, 0.95)
+    assert config.schedule.seed == 5, "the order's seed follows the run's"
+    assert load_config(path, ["schedule.seed=6"]).schedule.seed == 6
+
+
+def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
+    config = load_config(None, ["seed=3", "model.num_layers=2"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config

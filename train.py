@@ -1,0 +1,175 @@
+"""Train a video diffusion transformer: `accelerate launch train.py configs/quickstart.yaml key=value ...`."""
+
+import os
+
+# torch.compile gives wrong gradients for chained modulated norms on torch 2.10 to 2.14 (pytorch#193061).
+os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
+from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.training.config import load_config
+from adaptiveload.training.cost import device_name, model_dims
+from adaptiveload.training.distributed import clip_gradients, reshard, set_meeting, start_ranks
+from adaptiveload.training.dry_run import describe_schedule
+from adaptiveload.training.feed import MicroBatch
+from adaptiveload.training.metrics import RankMeasurement, gather_measurements, schedule_record, step_metrics
+from adaptiveload.training.optimizer import learning_rate
+from adaptiveload.training.run import Run, build_run, build_schedule, check_agreement
+
+MicroBatchLosses = list[tuple[torch.Tensor, tuple[str, ...]]]
+
+
+def train(run: Run) -> None:
+    """The loop: a plan, its micro-batches, one optimizer step; then figures, held-out loss and checkpoints."""
+    config = run.config
+    for step in range(run.first_step, config.max_steps):
+        started, waited = time.perf_counter(), run.feed.wait_s
+        plan, micro_batches = run.feed.next_step()
+        num_lost = check_agreement(run, plan)
+
+        losses = forward_backward(run, plan, micro_batches)
+        grad_norm = clip_gradients(run.model, config.optimizer.max_grad_norm)
+        check_finite(run, plan, grad_norm, losses)
+        lr = set_learning_rate(run, step)
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        run.ema.update(step)
+
+        mine = RankMeasurement(
+            loss_sum=sum(float(loss) for loss, _ in losses),
+            step_s=time.perf_counter() - started,
+            data_wait_s=run.feed.wait_s - waited,
+            memory_peak_gib=run.ranks.take_memory_peak_gib(),
+            busy_s=run.timer.busy_s(),
+        )
+        log_step(run, plan, mine, {"train/grad_norm": grad_norm, "train/lr": lr, "data/num_lost": num_lost})
+        is_last = step + 1 == config.max_steps
+        if is_last or (step + 1) % config.evaluation.every_steps == 0:
+            evaluate(run, step)
+        if is_last or (step + 1) % config.checkpoint.every_steps == 0:
+            run.checkpointer.save(step + 1, {"position": plan.next_position, **run.schedule.saved_state()})
+
+
+def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatch]) -> MicroBatchLosses:
+    """Gradient of the step, (1/Z) * sum of w_i * grad l_i over all ranks.
+
+    Returns:
+        For each of this rank's micro-batches the sum of w_i * l_i, left on the device, and the samples' keys.
+    """
+    run.timer.start_step()
+    losses: MicroBatchLosses = []
+    count = len(plan.micro_batches(run.ranks.rank))
+    for g, micro_batch in enumerate(micro_batches):
+        run.lost.record(plan.step, run.ranks.rank, micro_batch.lost)
+        batch = micro_batch.packed.to(run.ranks.device, non_blocking=True)
+        set_meeting(run.model, meet=plan.meet, is_last=g == count - 1)
+        run.timer.start_micro_batch()
+        velocity = run.model(noisy_latents(batch), timesteps(batch), batch, recompute=plan.recompute[g])
+        loss_sum = weighted_loss_sum(batch, velocity)
+        # FSDP averages over the ranks, so that R/Z here is 1/Z there; never a mean over the micro-batch.
+        (loss_sum * (run.ranks.world_size / plan.normalizer)).backward()
+        losses.append((loss_sum.detach(), batch.keys))
+    reshard(run.model)
+    return losses
+
+
+def check_finite(run: Run, plan: StepPlan, grad_norm: float, losses: MicroBatchLosses) -> None:
+    """Stop all ranks, naming samples, before a gradient that is not finite reaches the weights.
+
+    Raises:
+        RuntimeError: On every rank alike, because the norm is of the whole gradient.
+    """
+    if math.isfinite(grad_norm):
+        return
+    mine = [keys for loss, keys in losses if not math.isfinite(float(loss))]
+    suspects = {rank: keys for rank, keys in enumerate(run.ranks.gather_objects(mine)) if keys}
+    raise RuntimeError(
+        f"step {plan.step}: the gradient norm is {grad_norm}; the weights are untouched and the last checkpoint is "
+        f"good. Micro-batches whose loss is not finite, by rank: {suspects or 'none, so it arose in the backward'}"
+    )
+
+
+def set_learning_rate(run: Run, step: int) -> float:
+    """Give the optimizer the learning rate of `step`, and return it."""
+    lr = learning_rate(run.config.optimizer, step)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def log_step(run: Run, plan: StepPlan, mine: RankMeasurement, extra: dict[str, float]) -> None:
+    """Gather what all ranks measured; rank 0 writes it down."""
+    measured = gather_measurements(run.ranks, plan, mine)
+    if run.tracker is None:
+        return
+    table = run.schedule.table
+    metrics = step_metrics(plan, measured, table, model_dims(run.config.model), device_name(run.ranks.device))
+    run.tracker.log(plan.step, metrics | extra)
+    if plan.step % run.config.tracking.schedule_every_steps == 0:
+        run.tracker.log_schedule(schedule_record(plan, measured, table))
+
+
+def evaluate(run: Run, step: int) -> None:
+    """Held-out loss of the averaged weights."""
+    if run.held_out.num_draws == 0:
+        return
+    # Both are collective: every rank takes part, rank 0 writes.
+    linear_loss = run.held_out.linear_loss
+    with run.ema.swapped_in():
+        loss = run.held_out.loss(run.model)
+    if run.tracker is not None:
+        run.tracker.log(step, {"train/loss_heldout": loss, "train/loss_heldout_linear": linear_loss})
+        run.tracker.message(
+            f"step {step + 1}: held-out loss {loss:.4f}, best per-channel linear predictor {linear_loss:.4f} "
+            f"({abs(1 - loss / linear_loss):.1%} {'below' if loss < linear_loss else 'above'} it)"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of the trainer."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", nargs="?", help="YAML file; without one, configs/quickstart.yaml")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="configuration keys, for example max_steps=50"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and its predictions, train nothing")
+    parser.add_argument("--ranks", type=int, help="with --dry-run: plan for this many ranks")
+    options = parser.parse_intermixed_args(arguments)
+    if options.config is not None and "=" in options.config:
+        options.config, options.overrides = None, [options.config, *options.overrides]
+    try:
+        config = load_config(options.config, options.overrides)
+        ranks = start_ranks()
+        if ranks.is_main:
+            print(ranks.describe(), flush=True)
+        if options.dry_run:
+            schedule = build_schedule(config, options.ranks or ranks.world_size, ranks.device, None)
+            if ranks.is_main:
+                schedule.index.verify()
+                print(describe_schedule(schedule, options.ranks or ranks.world_size))
+            return
+        run = build_run(config, ranks)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"train.py: {error}")
+    if run.first_step >= config.max_steps and ranks.is_main:
+        print(f"{config.run_dir} has all {config.max_steps} steps: nothing left to train (raise max_steps to go on)")
+    try:
+        train(run)
+    finally:
+        if run.tracker is not None:
+            run.tracker.close()
+    ranks.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Start-up of the ranks, the guards against launches that went wrong in silence, and FSDP2 sharding.
+
+One rank on a laptop runs the same code as 64 on a cluster: always a process group, always `fully_shard`.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from adaptiveload.models.wan import WanTransformer
+
+_MORE_RANKS = "accelerate launch --config_file configs/accelerate/{file}.yaml --num_processes N train.py ..."
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others.
+
+    Attributes:
+        rank: From 0 to world_size - 1.
+        world_size: Processes that train together.
+        device: Where this rank computes.
+        host_group: gloo group for host data; it never waits for the GPU.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    host_group: dist.ProcessGroup
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 prints and writes."""
+        return self.rank == 0
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` (host, same size on all ranks) of every rank, stacked: [world_size, ...]."""
+        parts = [torch.empty_like(values) for _ in range(self.world_size)]
+        dist.all_gather(parts, values.contiguous(), group=self.host_group)
+        return torch.stack(parts)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order. For rare messages, not for each step."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks, on the host group."""
+        dist.barrier(group=self.host_group)
+
+    def take_memory_peak_gib(self) -> float:
+        """Peak allocated GPU memory since the last call, in GiB; 0 on CPU."""
+        if self.device.type != "cuda":
+            return 0.0
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    def describe(self) -> str:
+        """The run's first line: how many ranks, on what, and how to get more."""
+        if self.device.type == "cuda":
+            name, file = torch.cuda.get_device_name(self.device), "1node"
+        else:
+            name, file = f"CPU ({torch.get_num_threads()} threads a rank)", "cpu"
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return f"{ranks} on {name}. For more ranks: {_MORE_RANKS.format(file=file)}"
+
+
+def start_ranks() -> Ranks:
+    """Join the process group that the launcher made, or make one of a single rank.
+
+    The group is made here and not by accelerate: without a GPU accelerate leaves `--multi_gpu` launches as several
+    processes that each believe to be rank 0 of 1.
+
+    Raises:
+        RuntimeError: If the launcher was asked for several processes and started one, or started more than there
+            are GPUs.
+    """
+    check_launch(os.environ, _parent_command())
+    use_cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; lower --num_processes"
+        )
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, device_id=device if use_cuda else None)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    # Accelerate's process state then agrees with the group that exists, whatever launched us.
+    from accelerate import PartialState
+
+    state = PartialState(cpu=not use_cuda)
+    if (state.num_processes, state.process_index) != (dist.get_world_size(), dist.get_rank()):
+        raise RuntimeError(
+            f"accelerate sees rank {state.process_index} of {state.num_processes}, torch.distributed sees rank "
+            f"{dist.get_rank()} of {dist.get_world_size()}: launch with {_MORE_RANKS.format(file='1node')}"
+        )
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"))
+
+
+def check_launch(environment: "os._Environ[str] | dict[str, str]", parent: list[str]) -> None:
+    """Refuse a launch that was asked for several processes and became one.
+
+    `accelerate launch --cpu --num_processes 2`, `--num_processes 2` alone on a machine without GPUs, and a
+    MULTI_CPU config file all start a single process and say nothing (accelerate 1.15).
+
+    Args:
+        environment: The process's environment.
+        parent: The parent's command line, where the launcher's arguments stand.
+
+    Raises:
+        RuntimeError: If the launcher's arguments name more processes than were started.
+    """
+    if "WORLD_SIZE" in environment or "launch" not in parent:
+        return
+    asked = _asked_processes(parent)
+    if asked > 1:
+        raise RuntimeError(
+            f"accelerate was asked for {asked} processes and started one. Without GPUs use "
+            f"{_MORE_RANKS.format(file='cpu').replace('N train.py', f'{asked} train.py')}"
+        )
+
+
+def _asked_processes(command: list[str]) -> int:
+    arguments = dict(zip(command, [*command[1:], ""], strict=True))
+    arguments |= dict(word.split("=", 1) for word in command if word.startswith("--") and "=" in word)
+    for flag in ("--num_processes", "--num-processes"):
+        if arguments.get(flag, "").isdigit():
+            return int(arguments[flag])
+    for flag in ("--config_file", "--config-file"):
+        if flag in arguments and Path(arguments[flag]).is_file():
+            content = yaml.safe_load(Path(arguments[flag]).read_text())
+            return int(content.get("num_processes", 1)) if isinstance(content, dict) else 1
+    return 1
+
+
+def _parent_command() -> list[str]:
+    try:
+        parent = psutil.Process().parent()
+        return parent.cmdline() if parent else []
+    except psutil.Error as error:  # another user's process: say so, the check is a convenience
+        print(f"cannot read the launcher's command line: {error}", file=sys.stderr)
+        return []
+
+
+def shard_model(model: WanTransformer, ranks: Ranks, precision: str) -> None:
+    """Shard `model` in place with FSDP2: one unit of fp32 parts, one a block, one for the rest.
+
+    Masters stay fp32. Under "bf16" blocks gather bf16 weights; time embedding and modulation tables gather fp32,
+    because a bf16 timestep of 998.4 is 1000. Gradients are reduced in fp32. Inputs are never cast by FSDP
+    (`cast_forward_inputs=False`): its default rounds timesteps and rotary tables to bf16.
+    """
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    compute = torch.bfloat16 if precision == "bf16" else None
+    fp32 = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fp32_modules, blocks = model.fsdp_units()
+    fully_shard(fp32_modules, mesh=mesh, mp_policy=fp32)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=mixed)
+    fully_shard(model, mesh=mesh, mp_policy=mixed)
+
+
+def set_meeting(model: nn.Module, *, meet: str, is_last: bool) -> None:
+    """Prepare the next micro-batch's collectives.
+
+    meet="slot": every unit gathers and reduces in every micro-batch (FSDP2's default).
+    meet="step": units stay unsharded over the step and only the last micro-batch reduces, so that ranks wait for
+    each other in the first and the last micro-batch alone and may even run different numbers of them.
+    """
+    assert isinstance(model, FSDPModule)
+    whole_step = meet == "step"
+    model.set_reshard_after_forward(not whole_step)
+    model.set_reshard_after_backward(not whole_step or is_last)
+    model.set_requires_gradient_sync(not whole_step or is_last)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free every unit's unsharded weights, so that the next forward gathers what the optimizer wrote."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients to a norm of at most `max_norm`; returns the norm of the whole gradient before that.
+
+    Call it once a step, after the last micro-batch. Waits for the backward pass.
+    """
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    # A DTensor's value is the norm of this rank's shards until it is made whole.
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,0 +1,151 @@
+"""Pictures of a run: its shape mix, what each rank did in each slot, imbalance and loss over the steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+
+Record = dict[str, Any]
+_COLORS = mpl.colormaps["viridis"]
+
+
+def shape_mix_figure(counts: dict[Shape, int], geometry: LatentGeometry) -> Figure:
+    """Share of samples and of tokens by shape, shapes in order of tokens."""
+    shapes = sorted(counts, key=geometry.num_tokens)
+    samples = np.array([counts[shape] for shape in shapes], dtype=float)
+    tokens = samples * [geometry.num_tokens(shape) for shape in shapes]
+    figure, axes = plt.subplots(figsize=(10, 0.24 * len(shapes) + 1.2), layout="constrained")
+    rows = np.arange(len(shapes))
+    axes.barh(rows - 0.2, samples / samples.sum() * 100, height=0.4, label="samples", color="#9bb7d4")
+    axes.barh(rows + 0.2, tokens / tokens.sum() * 100, height=0.4, label="tokens", color="#d1603d")
+    axes.set_yticks(rows, [f"{shape}  ({geometry.num_tokens(shape)} tokens)" for shape in shapes], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("share, %")
+    axes.set_title("Shape mix: frames x height x width")
+    axes.legend(loc="lower right")
+    return figure
+
+
+def schedule_figure(records: Sequence[Record]) -> Figure:
+    """Timeline of ranks over some steps: above as planned, below as measured; grey is waiting for other ranks.
+
+    Where ranks meet in every slot, a slot ends for all when its slowest rank is done; where they meet once a step,
+    the step does.
+    """
+    figure, (planned, measured) = plt.subplots(
+        2, 1, figsize=(12, 1.2 + 0.55 * 2 * _num_ranks(records)), layout="constrained"
+    )
+    lengths = [length for record in records for length in _tokens_per_sample(record).values()]
+    norm = LogNorm(max(min(lengths), 1), max(lengths) + 1)
+    _draw_timeline(planned, records, "costs_us", 1e-6, norm)
+    _draw_timeline(measured, records, "busy_s", 1.0, norm)
+    planned.set_title(
+        f"Planned: steps {records[0]['step']} to {records[-1]['step']}, ranks meet every {records[0]['meet']}"
+    )
+    measured.set_title("Measured: busy seconds of each micro-batch, waiting left out of them")
+    measured.set_xlabel("seconds; a bar is a micro-batch, its colour the mean tokens of its samples, n its samples")
+    figure.colorbar(ScalarMappable(norm, _COLORS), ax=[planned, measured], label="tokens per sample", pad=0.01)
+    return figure
+
+
+def _num_ranks(records: Sequence[Record]) -> int:
+    return len(records[0]["costs_us"][0])
+
+
+def _tokens_per_sample(record: Record) -> dict[tuple[int, int], float]:
+    lengths = {}
+    for g, row in enumerate(record["shapes"]):
+        for r, shapes in enumerate(row):
+            if shapes:
+                lengths[g, r] = record["num_tokens"][g][r] / sum(shapes.values())
+    return lengths
+
+
+def _draw_timeline(axes: Axes, records: Sequence[Record], field: str, unit_s: float, norm: LogNorm) -> None:
+    start, num_ranks = 0.0, _num_ranks(records)
+    for record in records:
+        durations = np.asarray(record[field], dtype=float) * unit_s  # [G, R]
+        meetings = durations[:, None] if record["meet"] == "slot" else durations[None]  # [meetings, slots, R]
+        lengths, g = _tokens_per_sample(record), 0
+        for slots in meetings:
+            end = start + slots.sum(0).max()
+            axes.barh(
+                range(num_ranks), end - start, left=start, height=0.8, color="#d9d9d9", edgecolor="white", linewidth=0.3
+            )
+            left = np.full(num_ranks, start)
+            for row in slots:
+                for r in range(num_ranks):
+                    color = _COLORS(norm(lengths[g, r])) if (g, r) in lengths else "white"
+                    axes.barh(r, row[r], left=left[r], height=0.8, color=color, edgecolor="white", linewidth=0.5)
+                    _label_bar(axes, record, g, r, left[r], row[r])
+                left, g = left + row, g + 1
+            start = end
+        axes.axvline(start, color="black", linewidth=1)
+    axes.set_yticks(range(num_ranks), [f"rank {r}" for r in range(num_ranks)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, start)
+
+
+def _label_bar(axes: Axes, record: Record, g: int, r: int, left: float, width: float) -> None:
+    shapes = record["shapes"][g][r]
+    if shapes and len(record["shapes"]) * _num_ranks([record]) <= 64:
+        axes.text(left + width / 2, r, str(sum(shapes.values())), ha="center", va="center", fontsize=7, color="white")
+
+
+def imbalance_figure(metrics: Sequence[Record]) -> Figure:
+    """Planned and measured CV, and idle share, over the steps."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 3.2), layout="constrained")
+    _draw_curve(left, metrics, "imbalance/load_cv", "load CV, planned", "#9bb7d4")
+    _draw_curve(left, metrics, "imbalance/step_time_cv", "step-time CV, measured", "#d1603d")
+    _draw_curve(right, metrics, "imbalance/idle_share_planned", "planned", "#9bb7d4")
+    _draw_curve(right, metrics, "imbalance/idle_share", "measured", "#d1603d")
+    left.set_title("Imbalance of ranks (std / mean)")
+    right.set_title("Idle share")
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    return figure
+
+
+def loss_figure(metrics: Sequence[Record]) -> Figure:
+    """Training loss, held-out loss, and the linear predictor to beat."""
+    figure, axes = plt.subplots(figsize=(12, 3.2), layout="constrained")
+    _draw_curve(axes, metrics, "train/loss", "training", "#9bb7d4")
+    held_out = [
+        (row["step"], row["train/loss_heldout"]) for row in metrics if row.get("train/loss_heldout") is not None
+    ]
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", color="#d1603d", label="held out, averaged weights")
+    linear = [row["train/loss_heldout_linear"] for row in metrics if row.get("train/loss_heldout_linear") is not None]
+    if linear:
+        axes.axhline(linear[-1], color="black", linestyle="--", label="best per-channel linear predictor")
+    axes.set_xlabel("step")
+    axes.set_title("Loss")
+    axes.legend()
+    return figure
+
+
+def _draw_curve(axes: Axes, metrics: Sequence[Record], key: str, label: str, color: str) -> None:
+    points = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
+    if not points:
+        return
+    steps, values = np.array(points).T
+    axes.plot(steps, values, color=color, alpha=0.35, linewidth=1)
+    window = max(len(values) // 30, 1)
+    if len(values) >= window > 1:
+        smooth = np.convolve(values, np.ones(window) / window, mode="valid")
+        axes.plot(steps[window - 1 :], smooth, color=color, linewidth=2, label=f"{label} (mean of {window})")
+    else:
+        axes.plot(steps, values, color=color, label=label)

@@ -1,0 +1,117 @@
+"""The figures of one step, from its plan and what every rank measured. Keys are listed in docs/metrics.md."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaptiveload.scheduling.flops import ModelDims, wan_train_flops
+from adaptiveload.scheduling.metrics import idle_share, load_cv, straggler
+from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.scheduling.samples import SampleTable
+from adaptiveload.training.distributed import Ranks
+
+# Dense bf16 peak in FLOP/s, from the vendor's data sheets; mfu is only reported for these.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+@dataclass(frozen=True)
+class RankMeasurement:
+    """What one rank measured in one step.
+
+    Attributes:
+        loss_sum: Sum of w_i * l_i over the rank's samples.
+        step_s: Wall seconds of the step.
+        data_wait_s: Seconds of it spent waiting for DataLoader workers.
+        memory_peak_gib: Peak allocated device memory of the step; 0 on CPU.
+        busy_s: Busy seconds of each of the rank's micro-batches.
+    """
+
+    loss_sum: float
+    step_s: float
+    data_wait_s: float
+    memory_peak_gib: float
+    busy_s: list[float]
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """Every rank's measurement. Legend: `G` slots, `R` ranks.
+
+    Attributes:
+        loss_sum: Sum of w_i * l_i over all samples of the step.
+        step_s, data_wait_s, memory_peak_gib: float64 [R].
+        busy_s: float64 [G, R]; 0 where a rank has no such micro-batch.
+    """
+
+    loss_sum: float
+    step_s: np.ndarray
+    data_wait_s: np.ndarray
+    memory_peak_gib: np.ndarray
+    busy_s: np.ndarray
+
+
+def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> StepMeasurement:
+    """Bring the ranks' measurements of `plan`'s step together; one host collective."""
+    busy = mine.busy_s + [0.0] * (plan.num_slots - len(mine.busy_s))
+    row = torch.tensor([mine.loss_sum, mine.step_s, mine.data_wait_s, mine.memory_peak_gib, *busy], dtype=torch.float64)
+    rows = ranks.gather(row).numpy()
+    return StepMeasurement(float(rows[:, 0].sum()), rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4:].T)
+
+
+def step_metrics(
+    plan: StepPlan, measured: StepMeasurement, table: SampleTable, dims: ModelDims, device_name: str
+) -> dict[str, float]:
+    """Figures of one step by metric key."""
+    step_s = float(measured.step_s.max())
+    tokens = int(table.num_tokens[plan.sample_ids].sum())
+    busy_by_rank = measured.busy_s.sum(0)
+    metrics = {
+        "train/loss": measured.loss_sum / plan.normalizer,
+        "perf/step_s": step_s,
+        "perf/tokens_per_s": tokens / step_s,
+        "perf/samples_per_s": plan.num_samples / step_s,
+        "perf/data_wait_share": float((measured.data_wait_s / measured.step_s).max()),
+        "perf/memory_peak_gib": float(measured.memory_peak_gib.max()),
+        "imbalance/load_cv": load_cv(plan.costs_us, plan.meet),
+        "imbalance/idle_share_planned": idle_share(plan.costs_us, plan.meet),
+        "imbalance/step_time_cv": load_cv(measured.busy_s, "step"),
+        "imbalance/slot_time_cv": load_cv(measured.busy_s, "slot"),
+        "imbalance/idle_share": idle_share(measured.busy_s, plan.meet),
+        "imbalance/straggler": straggler(measured.busy_s),
+        "batch/num_samples": plan.num_samples,
+        "batch/num_tokens": tokens,
+        "batch/num_slots": plan.num_slots,
+    }
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+    if peak is not None:
+        flops = sum(wan_train_flops(dims, int(s)) for s in table.num_tokens[plan.sample_ids])
+        metrics["perf/mfu"] = flops / step_s / len(measured.step_s) / peak
+    for rank, (busy_s, wall_s) in enumerate(zip(busy_by_rank, measured.step_s, strict=True)):
+        metrics[f"rank/{rank:03d}/busy_s"] = float(busy_s)
+        metrics[f"rank/{rank:03d}/step_s"] = float(wall_s)
+    return metrics
+
+
+def schedule_record(plan: StepPlan, measured: StepMeasurement, table: SampleTable) -> dict[str, Any]:
+    """What each rank did in each slot of a step, for the report's picture."""
+    slots = [
+        [None if indices is None else _shape_counts(plan, indices, table) for indices in row] for row in plan.slots
+    ]
+    return {
+        "step": plan.step,
+        "meet": plan.meet,
+        "shapes": slots,
+        "num_tokens": plan.num_tokens.tolist(),
+        "costs_us": plan.costs_us.tolist(),
+        "busy_s": np.round(measured.busy_s, 6).tolist(),
+    }
+
+
+def _shape_counts(plan: StepPlan, indices: tuple[int, ...], table: SampleTable) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for i in indices:
+        shape = str(table.shapes[table.shape_ids[plan.sample_ids[i]]])
+        counts[shape] = counts.get(shape, 0) + 1
+    return counts

@@ -1,0 +1,85 @@
+"""Busy seconds of a rank: time in its own blocks, waiting for other ranks excluded.
+
+Wall time of a step is equal on all ranks under FSDP, since they wait for each other in every block. So each block
+gets a mark at its entry and one at its exit, inside FSDP's hooks: a forward span starts after the wait for gathered
+weights, a backward span ends before the gradients' reduce. Recompute runs inside the backward span and counts.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+
+class StepTimer:
+    """Times the blocks of a sharded model. Call `attach` after sharding, `start_micro_batch` before each forward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self._spans: list[list[tuple[Any, Any]]] = []
+        self._open: Any = None
+
+    def attach(self, blocks: Sequence[nn.Module]) -> None:
+        """Put the marks on `blocks`; they must be sharded already, so that the marks lie inside FSDP's hooks."""
+        for block in blocks:
+            # Registered later than FSDP's, so they run after its unshard at entry ...
+            block.register_forward_pre_hook(self._enter, with_kwargs=True)
+            # ... and before its reshard at the exit.
+            block.register_forward_hook(self._leave, prepend=True)
+            # A tensor's gradient hooks run in the order of registration: this one follows FSDP's pre-backward unshard.
+            block.register_forward_hook(self._after_fsdp_exit)
+
+    def start_step(self) -> None:
+        """Forget the spans of the last step."""
+        self._spans = []
+
+    def start_micro_batch(self) -> None:
+        """Spans from here on belong to a new micro-batch."""
+        self._spans.append([])
+
+    def busy_s(self) -> list[float]:
+        """Busy seconds of each micro-batch of the step. Waits for the GPU if its work is not done."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            return [sum(start.elapsed_time(end) for start, end in spans) / 1e3 for spans in self._spans]
+        return [sum(end - start for start, end in spans) for spans in self._spans]
+
+    def begin(self) -> None:
+        """A block's work begins."""
+        self._open = self._now()
+
+    def end(self) -> None:
+        """A block's work has ended."""
+        if self._spans and self._open is not None:
+            self._spans[-1].append((self._open, self._now()))
+        self._open = None
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = _differentiable((args, kwargs))
+        if inputs:
+            # Fires once all gradients of the block's inputs are there, before FSDP's reduce, which waits upstream.
+            register_multi_grad_hook(inputs, lambda _gradients: self.end(), mode="all")
+        self.begin()
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self.end()
+
+    def _after_fsdp_exit(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        outputs = _differentiable(output)
+        if outputs:
+            register_multi_grad_hook(outputs, lambda _gradient: self.begin(), mode="any")
+
+
+def _differentiable(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
