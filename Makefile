@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 NUM_PROCESSES ?= 2
 CONFIG ?= configs/quickstart.yaml
 RUN ?= runs/quickstart
+MEDIA ?= sample_data/media
 
 export OMP_NUM_THREADS ?= 1
 
@@ -30,7 +31,7 @@ train: env data
 	$(MAKE) report
 
 report: env
-	$(BIN)/python -m scripts.sample --run $(RUN)
+	$(BIN)/python -m scripts.sample --run $(RUN) --media $(MEDIA)
 	$(BIN)/python -m scripts.report --run $(RUN)
 
 test: env lint

@@ -57,6 +57,13 @@ def encode_item(item: RawItem, config: CutConfig, codec: LatentCodec) -> ItemRes
     return ItemResult(item, samples, damage=damage)
 
 
+def cut_frames(item: RawItem, cut: Cut, fps: float) -> np.ndarray:
+    """Pixels of one sample of an item again, uint8 [F, H, W, 3]. Raises MediaError if the item cannot be read."""
+    if item.is_video:
+        return next(_cut_video(item, [cut], fps))[1]
+    return _crop(read_picture(item.open()), cut)[None]
+
+
 def _crop(rgb: np.ndarray, cut: Cut) -> np.ndarray:
     return crop_resize(rgb, cut.box, cut.shape.height, cut.shape.width)
 

@@ -43,6 +43,7 @@ class Sample:
         latents: float32 [C, F, Y, X], normalised.
         text: float32 [text_len, text_dim], trimmed.
         caption: The text that was embedded.
+        meta: Everything in the sample's JSON member, such as `start_frame` and `box` of its cut.
     """
 
     key: str
@@ -50,6 +51,7 @@ class Sample:
     latents: np.ndarray
     text: np.ndarray
     caption: str
+    meta: dict[str, Any]
 
 
 class SampleReader:
@@ -121,7 +123,7 @@ class SampleReader:
             raise ValueError(f"text {list(text.shape)}, the index says {[int(self.index.text_lens[i]), info.text_dim]}")
         if not (np.isfinite(latents).all() and np.isfinite(text).all()):
             raise ValueError("NaN or infinity in latents or text")
-        return Sample(key, self.index.sources[i], latents, text, meta["caption"])
+        return Sample(key, self.index.sources[i], latents, text, meta["caption"], meta)
 
 
 def _members(data: bytes, key: str) -> dict[str, bytes]:

@@ -52,10 +52,11 @@ def write_report(run_dir: Path, num_steps: int) -> Path:
     counts = np.bincount(table.shape_ids[schedule.train_ids], minlength=len(table.shapes))
     mix = {shape: int(count) for shape, count in zip(table.shapes, counts, strict=True) if count}
     geometry = model_geometry(config.model)
+    summary = f"{len(steps)} steps on {ranks} rank{'s' * (ranks > 1)}, {len(schedule.train_ids)} training samples of "
+    summary += f"{len(mix)} shapes, {len(schedule.held_out_ids)} held out"
     body = [
         f"<h1>{html.escape(config.name)}</h1>",
-        f"<p>{len(steps)} steps, {ranks} rank{'s' * (ranks > 1)}, {len(schedule.train_ids)} training samples, "
-        f"{len(schedule.held_out_ids)} held out, {len(mix)} shapes.</p>",
+        f"<p>{summary}</p>",
         _figures_table(metrics, steps),
         "<h2>What each rank did</h2>",
         _image(schedule_figure(records[-num_steps:])),
@@ -104,7 +105,8 @@ def _figures_table(metrics: list[dict[str, Any]], steps: list[dict[str, Any]]) -
     if held_out:
         loss, linear = (held_out[-1][f"train/loss_heldout{suffix}"] for suffix in ("", "_linear"))
         rows.append(("held-out loss, averaged weights", f"{loss:.4f}"))
-        rows.append(("best per-channel linear predictor", f"{linear:.4f} ({1 - loss / linear:+.1%} better)"))
+        rows.append(("best per-channel linear predictor", f"{linear:.4f}"))
+        rows.append(("held-out loss below it by", f"{1 - loss / linear:.1%}"))
     return _table(("median over the second half", ""), rows)
 
 

@@ -1,0 +1,124 @@
+"""Sample videos from a run's averaged weights: an mp4 each, and a sheet beside the clips that they were asked for.
+
+    python -m scripts.sample --run runs/quickstart --media sample_data/media
+
+Runs on one process, with a GPU if there is one. Files go to RUN/samples.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+
+from adaptiveload.data.cuts import Cut
+from adaptiveload.data.encode import cut_frames
+from adaptiveload.data.index import ShardIndex
+from adaptiveload.data.latent_codecs import DctCodec
+from adaptiveload.data.raw import find_inputs
+from adaptiveload.data.reader import SampleReader
+from adaptiveload.data.video import write_mp4
+from adaptiveload.models.sampling import euler_sample
+from adaptiveload.models.wan import WanTransformer
+from adaptiveload.scheduling.order import held_out_mask
+from adaptiveload.scheduling.shapes import LatentGeometry
+from adaptiveload.training.checkpoint import latest, read_state
+from adaptiveload.training.config import RunConfig, load_config
+from adaptiveload.training.contact_sheet import contact_sheet
+from adaptiveload.training.run import model_geometry
+
+
+def load_averaged_model(run_dir: Path, config: RunConfig, device: torch.device) -> tuple[WanTransformer, int]:
+    """Model with the averaged weights of the run's latest checkpoint, and the steps it was trained for.
+
+    Raises:
+        ValueError: If the run has no checkpoint.
+    """
+    path = latest(run_dir / "checkpoints")
+    if path is None:
+        raise ValueError(f"{run_dir}/checkpoints holds no checkpoint: train first")
+    model = WanTransformer(config.model)
+    dcp.load({f"ema/{name}": p.detach() for name, p in model.named_parameters()}, checkpoint_id=path, no_dist=True)
+    return model.to(device).eval(), int(read_state(path)["step"])
+
+
+def choose_samples(index: ShardIndex, config: RunConfig, geometry: LatentGeometry, count: int) -> list[int]:
+    """Rows of the longest samples of different sources: training and held-out sources by turns."""
+    held_out = held_out_mask(index.sources, config.data.held_out_share, config.seed)
+    tokens = np.array([geometry.num_tokens(index.shape(i)) for i in range(len(index))])
+    chosen: list[int] = []
+    for take_held_out in [False, True] * count:
+        used = set(index.sources[chosen])
+        left = [i for i in np.lexsort((np.arange(len(index)), -tokens)) if index.sources[i] not in used]
+        fitting = [i for i in left if held_out[i] == take_held_out]
+        chosen += [int(i) for i in fitting[:1]]
+    return chosen[:count]
+
+
+def sample_run(run_dir: Path, media: Path | None, count: int, steps: int, guidance: float, seed: int) -> Path:
+    """Sample `count` videos of the run in `run_dir`; returns the contact sheet.
+
+    Raises:
+        ValueError: If the run has no checkpoint, or its data set was made with a codec that needs weights.
+    """
+    config = load_config(run_dir / "config.yaml")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    geometry = model_geometry(config.model)
+    index = ShardIndex.read(config.data.path)
+    codec = DctCodec()
+    if index.info.codec != codec.name:
+        raise ValueError(f"{config.data.path} holds {index.info.codec} latents; this script decodes only {codec.name}")
+    reader = SampleReader(index)
+    chosen = choose_samples(index, config, geometry, count)
+    samples = [reader.read(i) for i in chosen]
+    model, trained_steps = load_averaged_model(run_dir, config, device)
+    latents = euler_sample(
+        model,
+        [tuple(geometry.token_grid(index.shape(i))) for i in chosen],
+        [torch.from_numpy(sample.text) for sample in samples],
+        torch.from_numpy(reader.null_text()),
+        [seed + k for k in range(len(chosen))],
+        num_steps=steps,
+        guidance_scale=guidance,
+        flow=config.objective,
+    )
+    items = {item.source: item for item in find_inputs([media]).items} if media else {}
+    folder = run_dir / "samples"
+    folder.mkdir(exist_ok=True)
+    sheets = []
+    for i, sample, made in zip(chosen, samples, latents, strict=True):
+        strips = {"codec": codec.decode(sample.latents), "sample": codec.decode(made.numpy())}
+        if sample.source in items:
+            cut = Cut(index.shape(i), sample.meta["start_frame"], tuple(sample.meta["box"]))
+            strips = {"clip": cut_frames(items[sample.source], cut, sample.meta["fps"]), **strips}
+        write_mp4(folder / f"{sample.key}.mp4", strips["sample"], sample.meta["fps"])
+        sheets.append((f"{index.shape(i)}: {sample.caption}", strips))
+    title = f"{config.name} after {trained_steps} steps, averaged weights, {steps} Euler steps, guidance {guidance:g}"
+    path = folder / "contact_sheet.png"
+    contact_sheet(title, sheets).save(path)
+    return path
+
+
+def main() -> None:
+    """Command line of the sampler."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="folder of the run, for example runs/quickstart")
+    parser.add_argument("--media", type=Path, help="the media that the dataset was prepared from, to show the clips")
+    parser.add_argument("--num-samples", type=int, default=4, help="samples (default 4)")
+    parser.add_argument("--steps", type=int, default=30, help="Euler steps (default 30)")
+    parser.add_argument("--guidance", type=float, default=3.0, help="guidance scale; 1 is none (default 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial noise (default 0)")
+    options = parser.parse_args()
+    try:
+        path = sample_run(
+            options.run, options.media, options.num_samples, options.steps, options.guidance, options.seed
+        )
+        print(f"samples: {path}")
+    except ValueError as error:
+        sys.exit(f"sample: {error}")
+
+
+if __name__ == "__main__":
+    main()
