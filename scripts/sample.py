@@ -7,6 +7,7 @@ Runs on one process, with a GPU if there is one. Files go to RUN/samples.
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,9 @@ def load_averaged_model(run_dir: Path, config: RunConfig, device: torch.device) 
     if path is None:
         raise ValueError(f"{run_dir}/checkpoints holds no checkpoint: train first")
     model = WanTransformer(config.model)
-    dcp.load({f"ema/{name}": p.detach() for name, p in model.named_parameters()}, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as meant: one process reads all shards
+        dcp.load({f"ema/{name}": p.detach() for name, p in model.named_parameters()}, checkpoint_id=path, no_dist=True)
     return model.to(device).eval(), int(read_state(path)["step"])
 
 
