@@ -36,3 +36,12 @@ def launch(*arguments: object, ranks: int, script: str = "train.py", check: bool
     if check and result.returncode:
         raise AssertionError(f"{' '.join(result.args)}\n{result.stdout}\n{result.stderr}")
     return result
+
+
+def run_script(name: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess:
+    """Run `python -m scripts.NAME` to its end."""
+    command = [sys.executable, "-m", f"scripts.{name}", *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    if check and result.returncode:
+        raise AssertionError(f"{' '.join(command)}\n{result.stdout}\n{result.stderr}")
+    return result

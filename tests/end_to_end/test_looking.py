@@ -1,0 +1,60 @@
+"""What a run leaves to look at: sampled videos, the contact sheet, the report, wandb's offline files."""
+
+from pathlib import Path
+
+import av
+import pytest
+import yaml
+from PIL import Image
+
+from tests.launching import launch, run_script
+
+
+@pytest.fixture(scope="module")
+def run_dir(run_config: Path) -> Path:
+    launch(
+        run_config,
+        "name=looked-at",
+        "max_steps=6",
+        "tracking.wandb=offline",
+        "schedule.memory_limit_tokens=64",
+        ranks=2,
+    )
+    return Path(yaml.safe_load(run_config.read_text())["output_dir"]) / "looked-at"
+
+
+def test_sampled_videos_play_and_the_sheet_is_a_picture(run_dir: Path) -> None:
+    run_script("sample", "--run", run_dir, "--num-samples", 2, "--steps", 3)
+    videos = sorted((run_dir / "samples").glob("*.mp4"))
+    assert len(videos) == 2
+    with av.open(str(videos[0])) as container:
+        assert float(container.streams.video[0].average_rate) == 16.0
+        assert sum(1 for _ in container.decode(video=0)) == 13
+    with Image.open(run_dir / "samples" / "contact_sheet.png") as sheet:
+        assert sheet.width > 400
+
+
+def test_report_is_one_file_with_all_pictures(run_dir: Path) -> None:
+    run_script("report", "--run", run_dir)
+    page = (run_dir / "report.html").read_text()
+    assert page.count("data:image/png;base64,") >= 4
+    assert "http" not in page.replace("data:image", "")
+    for words in ("load CV, planned", "step-time CV, measured", "equal_token", "Shape mix"):
+        assert words in page
+
+
+def test_report_of_an_untrained_run_says_so(tmp_path: Path, run_config: Path) -> None:
+    (tmp_path / "config.yaml").write_text(run_config.read_text())
+    result = run_script("report", "--run", tmp_path, check=False)
+    assert result.returncode != 0
+    assert "train first" in result.stderr
+
+
+def test_wandb_wrote_an_offline_run(run_dir: Path) -> None:
+    assert list((run_dir / "wandb").glob("offline-run-*"))
+
+
+def test_resolved_configuration_is_saved(run_dir: Path) -> None:
+    saved = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert saved["schedule"]["memory_limit_tokens"] == 64
+    assert saved["schedule"]["seed"] == saved["seed"]
