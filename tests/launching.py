@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 def launch_command(*arguments: object, ranks: int, script: str = "train.py") -> list[str]:
     """Command line that starts `script` on `ranks` CPU ranks."""
-    launcher = [str(Path(sys.executable).parent / "accelerate"), "launch"]
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if ranks > 1:
         launcher += ["--config_file", "configs/accelerate/cpu.yaml", "--num_processes", str(ranks)]
     else:
@@ -18,17 +18,21 @@ def launch_command(*arguments: object, ranks: int, script: str = "train.py") -> 
     return [*launcher, script, *map(str, arguments)]
 
 
-def environment() -> dict[str, str]:
-    """One thread a rank, no GPU, the checkout importable from anywhere."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+def environment(on_gpu: bool = False) -> dict[str, str]:
+    """One thread a rank, no GPU unless asked for, the checkout importable from anywhere."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    hidden = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **hidden}
 
 
-def launch(*arguments: object, ranks: int, script: str = "train.py", check: bool = True) -> subprocess.CompletedProcess:
+def launch(
+    *arguments: object, ranks: int, script: str = "train.py", check: bool = True, on_gpu: bool = False
+) -> subprocess.CompletedProcess:
     """Run a launch to its end; output is kept as text."""
     result = subprocess.run(
         launch_command(*arguments, ranks=ranks, script=script),
         cwd=ROOT,
-        env=environment(),
+        env=environment(on_gpu),
         capture_output=True,
         text=True,
         timeout=300,
