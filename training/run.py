@@ -146,9 +146,9 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         save_config(config, config.run_dir / "config.yaml")
     ranks.barrier()
 
-    torch.manual_seed(config.seed)  # equal weights on all ranks before they are sharded
+    # Drawn on the CPU: equal weights on all ranks, and on every kind of device, before they are sharded.
+    torch.manual_seed(config.seed)
     model = WanTransformer(config.model).to(ranks.device)
-    model.init_weights()
     shard_model(model, ranks, config.precision)
     timer = StepTimer(ranks.device)
     timer.attach(model.fsdp_units()[1])
