@@ -47,10 +47,10 @@ class FlowMatchingConfig:
     def __post_init__(self) -> None:
         for name in ("uniform_share", "text_dropout"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"flow_matching.{name} is {getattr(self, name)}; it is a share and lies in [0, 1]")
+                raise ValueError(f"objective.{name} is {getattr(self, name)}; it is a share and lies in [0, 1]")
         for name in ("logit_std", "shift", "shift_tokens"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"flow_matching.{name} is {getattr(self, name)}; it must be positive")
+                raise ValueError(f"objective.{name} is {getattr(self, name)}; it must be positive")
 
 
 class Draw(NamedTuple):
