@@ -25,7 +25,7 @@ class EvaluationConfig:
 
     Attributes:
         every_steps: Steps between evaluations; the last step is always followed by one.
-        max_samples: Most held-out samples used, the first of the index; 0 turns evaluation off.
+        max_samples: Most held-out samples used, spread evenly over the index; 0 turns evaluation off.
         repeats: Draws of noise and timestep for each of them.
     """
 
@@ -64,7 +64,8 @@ class HeldOut:
         config: EvaluationConfig,
     ) -> None:
         self.dataset, self.ranks = dataset, ranks
-        chosen = np.asarray(ids, dtype=np.int64)[: config.max_samples]
+        ids = np.asarray(ids, dtype=np.int64)
+        chosen = ids[np.linspace(0, len(ids) - 1, min(len(ids), config.max_samples)).round().astype(int)]
         drawn = np.tile(chosen, config.repeats)
         repeats = np.repeat(np.arange(config.repeats), len(chosen))
         self.num_draws = len(drawn)
