@@ -21,7 +21,13 @@ from adaptiveload.training.cost import device_name, model_dims
 from adaptiveload.training.distributed import clip_gradients, reshard, set_meeting, start_ranks
 from adaptiveload.training.dry_run import describe_schedule
 from adaptiveload.training.feed import MicroBatch
-from adaptiveload.training.metrics import RankMeasurement, gather_measurements, schedule_record, step_metrics
+from adaptiveload.training.metrics import (
+    RankMeasurement,
+    StepMeasurement,
+    gather_measurements,
+    schedule_record,
+    step_metrics,
+)
 from adaptiveload.training.optimizer import learning_rate
 from adaptiveload.training.run import Run, build_run, build_schedule, check_agreement
 
@@ -34,10 +40,11 @@ def train(run: Run) -> None:
     for step in range(run.first_step, config.max_steps):
         started, waited = time.perf_counter(), run.feed.wait_s
         plan, micro_batches = run.feed.next_step()
-        num_lost = check_agreement(run, plan)
+        check_agreement(run.ranks, plan)
 
-        losses = forward_backward(run, plan, micro_batches)
+        losses, num_lost = forward_backward(run, plan, micro_batches)
         grad_norm = clip_gradients(run.model, config.optimizer.max_grad_norm)
+        busy_s = run.timer.busy_s()
         check_finite(run, plan, grad_norm, losses)
         lr = set_learning_rate(run, step)
         run.optimizer.step()
@@ -49,27 +56,31 @@ def train(run: Run) -> None:
             step_s=time.perf_counter() - started,
             data_wait_s=run.feed.wait_s - waited,
             memory_peak_gib=run.ranks.take_memory_peak_gib(),
-            busy_s=run.timer.busy_s(),
+            num_lost=num_lost,
+            busy_s=busy_s,
         )
-        log_step(run, plan, mine, {"train/grad_norm": grad_norm, "train/lr": lr, "data/num_lost": num_lost})
+        log_step(run, plan, mine, {"train/grad_norm": grad_norm, "train/lr": lr})
         is_last = step + 1 == config.max_steps
+        if is_last or (step + 1) % config.checkpoint.every_steps == 0:
+            run.checkpointer.save(step + 1, run.saved_state(plan.next_position))
         if is_last or (step + 1) % config.evaluation.every_steps == 0:
             evaluate(run, step)
-        if is_last or (step + 1) % config.checkpoint.every_steps == 0:
-            run.checkpointer.save(step + 1, {"position": plan.next_position, **run.schedule.saved_state()})
 
 
-def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatch]) -> MicroBatchLosses:
+def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatch]) -> tuple[MicroBatchLosses, int]:
     """Gradient of the step, (1/Z) * sum of w_i * grad l_i over all ranks.
 
     Returns:
-        For each of this rank's micro-batches the sum of w_i * l_i, left on the device, and the samples' keys.
+        For each of this rank's micro-batches the sum of w_i * l_i, left on the device, and the samples' keys; and the
+        number of samples that could not be read.
     """
     run.timer.start_step()
     losses: MicroBatchLosses = []
+    num_lost = 0
     count = len(plan.micro_batches(run.ranks.rank))
     for g, micro_batch in enumerate(micro_batches):
         run.lost.record(plan.step, run.ranks.rank, micro_batch.lost)
+        num_lost += len(micro_batch.lost)
         batch = micro_batch.packed.to(run.ranks.device, non_blocking=True)
         set_meeting(run.model, meet=plan.meet, is_last=g == count - 1)
         run.timer.start_micro_batch()
@@ -79,7 +90,7 @@ def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatc
         (loss_sum * (run.ranks.world_size / plan.normalizer)).backward()
         losses.append((loss_sum.detach(), batch.keys))
     reshard(run.model)
-    return losses
+    return losses, num_lost
 
 
 def check_finite(run: Run, plan: StepPlan, grad_norm: float, losses: MicroBatchLosses) -> None:
@@ -107,10 +118,16 @@ def set_learning_rate(run: Run, step: int) -> float:
 
 
 def log_step(run: Run, plan: StepPlan, mine: RankMeasurement, extra: dict[str, float]) -> None:
-    """Gather what all ranks measured; rank 0 writes it down."""
+    """Gather what all ranks measured; rank 0 writes it down. Stops all ranks where too many samples were lost."""
     measured = gather_measurements(run.ranks, plan, mine)
-    if run.tracker is None:
-        return
+    if run.tracker is not None:
+        write_step(run, plan, measured, extra | {"data/num_lost": run.lost.total + measured.num_lost})
+    run.lost.add(measured.num_lost, plan.next_position)
+
+
+def write_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[str, float]) -> None:
+    """Write the figures of a step, and from time to time what each rank did in each slot."""
+    assert run.tracker is not None
     table = run.schedule.table
     metrics = step_metrics(plan, measured, table, model_dims(run.config.model), device_name(run.ranks.device))
     run.tracker.log(plan.step, metrics | extra)
@@ -144,6 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and its predictions, train nothing")
     parser.add_argument("--ranks", type=int, help="with --dry-run: plan for this many ranks")
     options = parser.parse_intermixed_args(arguments)
+    if options.ranks is not None and not options.dry_run:
+        parser.error("--ranks goes with --dry-run; a run has the ranks that it was launched with")
     if options.config is not None and "=" in options.config:
         options.config, options.overrides = None, [options.config, *options.overrides]
     try:

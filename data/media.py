@@ -145,7 +145,7 @@ def _pictures(source: Path | BinaryIO) -> Iterator[tuple[Fraction, Picture]]:
     if not isinstance(source, Path):
         source.seek(0)
     try:
-        with av.open(source) as container:
+        with av.open(source, metadata_errors="replace") as container:
             stream = container.streams.best("video")
             if stream is None:
                 raise MediaError("no video stream")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from adaptiveload.kernels.segments import equal_runs
-from adaptiveload.models.packing import PackedBatch
+from adaptiveload.models.packing import PackedBatch, to_device
 
 # The model embeds sigma on Wan's scale of 1,000 training steps.
 TIMESTEP_SCALE = 1000.0
@@ -114,7 +114,7 @@ def draw(rng: np.random.Generator, latent_size: Sequence[int], num_tokens: int, 
 
 def noisy_latents(batch: PackedBatch) -> torch.Tensor:
     """x_t of every token: float32 [N, token_size] on the device of the batch."""
-    lengths = batch.seq_offsets.diff().to(batch.sigma.device)
+    lengths = to_device(batch.seq_offsets.diff(), batch.sigma.device)
     sigma = batch.sigma.repeat_interleave(lengths, output_size=batch.num_tokens).unsqueeze(1)  # [N, 1]
     return (1 - sigma) * batch.latents + sigma * batch.noise
 
@@ -166,7 +166,7 @@ def weighted_loss_sum(batch: PackedBatch, velocity: torch.Tensor) -> torch.Tenso
         lengths, weights = lengths[is_real], weights[is_real]
     seq_offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     losses = per_sample_loss(velocity, target, seq_offsets)
-    return (losses * weights.to(losses.device, torch.float32)).sum()
+    return (losses * to_device(weights.float(), losses.device)).sum()
 
 
 def _select(tokens: torch.Tensor, lengths: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:

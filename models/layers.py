@@ -23,6 +23,14 @@ def linear_fp32(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     return F.linear(x.float(), linear.weight.float(), linear.bias.float())
 
 
+class LinearFp32(nn.Linear):
+    """A linear layer that computes in float32, whatever the dtype of its input and weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to float32 [..., out_features]."""
+        return linear_fp32(x, self)
+
+
 def sinusoid(timestep: torch.Tensor, dim: int) -> torch.Tensor:
     """Cosines, then sines, of timestep * 10000 ** (-i / (dim / 2)): float64 inside, float32 [G, dim]."""
     half = dim // 2

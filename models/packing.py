@@ -7,12 +7,10 @@ Legend: `B` samples, `S` tokens of one sample, `N` = sum of S, `T` text rows of 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from einops import rearrange
-
-from adaptiveload.kernels.segments import merge_runs
 
 Grid = tuple[int, int, int]
 
@@ -75,14 +73,6 @@ def filler_sample(
     return PackedSample(key, grid, zeros, zeros, 0.5, text, weight=0.0, sample_id=sample_id, is_filler=True)
 
 
-class Group(NamedTuple):
-    """A run of neighbouring samples of one length."""
-
-    batch_size: int
-    seq_len: int
-    text_len: int
-
-
 @dataclass(frozen=True)
 class PackedBatch:
     """One micro-batch, sorted by (S, T, grid). `to` moves the values; the offsets stay on the CPU.
@@ -123,11 +113,6 @@ class PackedBatch:
     def num_tokens(self) -> int:
         """Latent tokens of all samples, fillers included; text is not counted."""
         return self.latents.shape[0]
-
-    def groups(self) -> list[Group]:
-        """Runs of samples of equal S and T, in order; read from the CPU alone."""
-        seq_lens, text_lens = self.seq_offsets.diff().tolist(), self.text_offsets.diff().tolist()
-        return [Group(count, *lengths) for count, lengths in merge_runs(zip(seq_lens, text_lens, strict=True))]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
         """The batch with latents, noise, sigma and text on `device`."""
@@ -172,8 +157,13 @@ def pack(samples: Sequence[PackedSample]) -> PackedBatch:
     )
 
 
-def pad_text(batch: PackedBatch, text_len: int) -> torch.Tensor:
-    """Text of every sample, padded with rows of zeros: [B * text_len, text_dim].
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Host values on `device`, without waiting for the work that is queued there."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def pad_text(batch: PackedBatch, text_len: int, dtype: torch.dtype) -> torch.Tensor:
+    """Text of every sample in `dtype`, padded with rows of zeros: [B * text_len, text_dim].
 
     The zeros go through the text embedder and are attended. Wan was trained so; leaving them out changes its output.
 
@@ -186,8 +176,9 @@ def pad_text(batch: PackedBatch, text_len: int) -> torch.Tensor:
         raise ValueError(f"sample {batch.keys[longest]}: {int(lengths[longest])} text rows, text_len is {text_len}")
     padding = torch.arange(len(batch), dtype=torch.int32) * text_len - batch.text_offsets[:-1]
     rows = torch.arange(len(batch.text)) + padding.repeat_interleave(lengths)
-    padded = batch.text.new_zeros(len(batch) * text_len, batch.text.shape[1])
-    return padded.index_copy_(0, rows.to(padded.device), batch.text)
+    text = batch.text.to(dtype)
+    padded = text.new_zeros(len(batch) * text_len, text.shape[1])
+    return padded.index_copy_(0, to_device(rows, padded.device), text)
 
 
 def _check(sample: PackedSample, first: PackedSample) -> None:

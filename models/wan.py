@@ -22,11 +22,11 @@ from adaptiveload.models.attention import AttentionBatch, attention_batches
 from adaptiveload.models.layers import (
     Attention,
     FeedForward,
+    LinearFp32,
     PatchEmbedding,
     TextEmbedder,
     TimeEmbedder,
     TimeProjection,
-    linear_fp32,
 )
 from adaptiveload.models.packing import PackedBatch, pad_text
 from adaptiveload.models.rope import rotary_table
@@ -74,6 +74,17 @@ class WanConfig:
 
     def __post_init__(self) -> None:
         self.patch_size = tuple(self.patch_size)
+        for name in (
+            "num_attention_heads",
+            "in_channels",
+            "out_channels",
+            "text_dim",
+            "ffn_dim",
+            "num_layers",
+            "text_len",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
         if self.qk_norm != "rms_norm_across_heads" or not self.cross_attn_norm:
             raise ValueError(
                 f"qk_norm {self.qk_norm!r} with cross_attn_norm {self.cross_attn_norm} is not supported; "
@@ -230,7 +241,7 @@ class WanTransformer(nn.Module):
         )
         self.modulation = Modulation(config.num_layers, size)
         self.blocks = nn.ModuleList([WanBlock(config) for _ in range(config.num_layers)])
-        self.proj_out = nn.Linear(size, config.out_channels * config.patch_volume)
+        self.proj_out = LinearFp32(size, config.out_channels * config.patch_volume)
         self.register_state_dict_post_hook(_to_diffusers_keys)
         self.register_load_state_dict_pre_hook(_from_diffusers_keys)
         self.init_weights()
@@ -269,7 +280,8 @@ class WanTransformer(nn.Module):
         own. All of them need `cast_forward_inputs=False`.
         """
         embedder = self.condition_embedder
-        return [embedder["time_embedder"], embedder["time_proj"], self.modulation], list(self.blocks)
+        fp32_modules = [embedder["time_embedder"], embedder["time_proj"], self.modulation, self.proj_out]
+        return fp32_modules, list(self.blocks)
 
     def forward(
         self, latents: torch.Tensor, timestep: torch.Tensor, batch: PackedBatch, recompute: str = "none"
@@ -292,7 +304,7 @@ class WanTransformer(nn.Module):
         dtype = self.patch_embedding.weight.dtype
         embedding = embedder["time_embedder"](timestep)  # [G, D]
         rows, head = self.modulation(embedding, embedder["time_proj"](embedding))
-        context = embedder["text_embedder"](pad_text(batch, config.text_len).to(dtype))  # [M, D]
+        context = embedder["text_embedder"](pad_text(batch, config.text_len, dtype))  # [M, D]
         rotary = rotary_table(batch.grids, config.attention_head_dim, latents.device)
         layout = PackedLayout(
             segment_offsets=batch.segment_offsets,
@@ -313,7 +325,7 @@ class WanTransformer(nn.Module):
             x, y=y, gate=gate, scale=scale, shift=shift,
             segment_offsets=offsets, eps=config.eps, out_dtype=torch.float32,
         )  # fmt: skip
-        return rearrange(linear_fp32(h, self.proj_out), "n (p c) -> n (c p)", p=config.patch_volume)
+        return rearrange(self.proj_out(h), "n (p c) -> n (c p)", p=config.patch_volume)
 
     def _check(self, batch: PackedBatch, recompute: str) -> None:
         if recompute not in RECOMPUTE_LEVELS:

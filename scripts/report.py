@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from matplotlib.figure import Figure
 
 from adaptiveload.scheduling.metrics import idle_share, load_cv
+from adaptiveload.scheduling.policies import POLICIES
 from adaptiveload.training.config import load_config
 from adaptiveload.training.figures import imbalance_figure, loss_figure, schedule_figure, shape_mix_figure
 from adaptiveload.training.run import build_schedule, model_geometry
@@ -27,7 +29,6 @@ table { border-collapse: collapse; margin: 1em 0; }
 td, th { padding: .3em .9em; border-bottom: 1px solid #ddd; text-align: right; }
 td:first-child, th:first-child { text-align: left; } img { max-width: 100%; } .note { color: #666; font-size: .9em; }
 """
-_POLICIES = ("equal_token", "dual_constraint", "balanced")
 _SIMULATED_STEPS = 20
 
 
@@ -47,7 +48,8 @@ def write_report(run_dir: Path, num_steps: int) -> Path:
     if not steps or not records:
         raise ValueError(f"{run_dir}: metrics.jsonl or schedule.jsonl holds no step; train first")
     ranks = len(records[-1]["costs_us"][0])
-    schedule = build_schedule(config, ranks, torch.device("cpu"), {"lookahead": 1})
+    shown = list(takewhile(lambda record: len(record["costs_us"][0]) == ranks, reversed(records[-num_steps:])))[::-1]
+    schedule = build_schedule(config, ranks, torch.device("cpu"), None)
     table = schedule.table
     counts = np.bincount(table.shape_ids[schedule.train_ids], minlength=len(table.shapes))
     mix = {shape: int(count) for shape, count in zip(table.shapes, counts, strict=True) if count}
@@ -59,7 +61,7 @@ def write_report(run_dir: Path, num_steps: int) -> Path:
         f"<p>{summary}</p>",
         _figures_table(metrics, steps),
         "<h2>What each rank did</h2>",
-        _image(schedule_figure(records[-num_steps:])),
+        _image(schedule_figure(shown)),
         "<h2>Planned and measured imbalance</h2>",
         _image(imbalance_figure(steps)),
         "<h2>What the other policies would do here</h2>",
@@ -73,7 +75,6 @@ def write_report(run_dir: Path, num_steps: int) -> Path:
     sheet = run_dir / "samples" / "contact_sheet.png"
     if sheet.is_file():
         body += ["<h2>Clip, codec reconstruction, sample</h2>", _embed(sheet.read_bytes())]
-        body += ["<p class=note>Minutes of training on a toy: colours and layout at best, no objects.</p>"]
     path = run_dir / "report.html"
     path.write_text(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(config.name)}</title>"
@@ -112,7 +113,7 @@ def _figures_table(metrics: list[dict[str, Any]], steps: list[dict[str, Any]]) -
 
 def _policies_table(config: Any, ranks: int) -> str:
     rows = []
-    for policy in _POLICIES:
+    for policy in POLICIES:
         schedule_config = replace(config.schedule, policy=policy, lookahead="1")
         schedule = build_schedule(replace(config, schedule=schedule_config), ranks, torch.device("cpu"), None)
         plans = [schedule.policy.plan(step) for step in range(_SIMULATED_STEPS)]

@@ -6,6 +6,7 @@ Runs on one process, with a GPU if there is one. Files go to RUN/samples.
 """
 
 import argparse
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -29,6 +30,9 @@ from adaptiveload.training.checkpoint import latest, read_state
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.contact_sheet import contact_sheet
 from adaptiveload.training.run import model_geometry
+
+# Below this, nobody should expect more than colours and layout.
+_TOY_PARAMETERS = 10e6
 
 
 def load_averaged_model(run_dir: Path, config: RunConfig, device: torch.device) -> tuple[WanTransformer, int]:
@@ -98,10 +102,20 @@ def sample_run(run_dir: Path, media: Path | None, count: int, steps: int, guidan
             strips = {"clip": cut_frames(items[sample.source], cut, sample.meta["fps"]), **strips}
         write_mp4(folder / f"{sample.key}.mp4", strips["sample"], sample.meta["fps"])
         sheets.append((f"{index.shape(i)}: {sample.caption}", strips))
-    title = f"{config.name} after {trained_steps} steps, averaged weights, {steps} Euler steps, guidance {guidance:g}"
+    if media and not any("clip" in strips for _, strips in sheets):
+        print(f"{media} holds none of the sources of {config.data.path}: the sheet has no clips", file=sys.stderr)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    title = f"{config.name}: {_minutes(run_dir):.0f} minutes of training, {trained_steps} steps, "
+    title += f"{parameters / 1e6:.1f} M parameters" + (" (a toy)" if parameters < _TOY_PARAMETERS else "")
+    title += f"; averaged weights, {steps} Euler steps, guidance {guidance:g}"
     path = folder / "contact_sheet.png"
     contact_sheet(title, sheets).save(path)
     return path
+
+
+def _minutes(run_dir: Path) -> float:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return sum(row.get("perf/step_s", 0) for row in rows) / 60
 
 
 def main() -> None:

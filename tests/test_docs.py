@@ -50,3 +50,10 @@ def test_links_and_named_files_exist() -> None:
 def test_first_command_of_the_readme_comes_early() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert next(number for number, line in enumerate(lines, 1) if line.startswith("make train")) < 30
+
+
+def test_metrics_page_has_the_figures_that_train_py_adds() -> None:
+    added = set(re.findall(r'"((?:train|data)/\w+)"', (ROOT / "train.py").read_text()))
+    assert len(added) >= 5
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert all(f"`{key}`" in page for key in added), added

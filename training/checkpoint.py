@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.ema import Ema
@@ -30,7 +31,7 @@ class CheckpointConfig:
         every_steps: Steps between saves; the last step is always saved.
         keep: Newest checkpoints kept.
         resume: "auto" goes on from the run's own latest checkpoint if there is one; "never" refuses a folder that
-            has one; else the path of a checkpoint.
+            has one; else the path of a checkpoint to begin from while the run has none of its own.
     """
 
     every_steps: int = 100
@@ -71,7 +72,8 @@ class Checkpointer:
         target = self.folder / f"step-{step:08d}"
         partial = target.with_suffix(".partial")
         if self.ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            for torso in self.folder.glob("step-*.partial"):  # saves that were cut
+                shutil.rmtree(torso)
             partial.mkdir(parents=True)
         self.ranks.barrier()
         dcp.save(self._tensors(), checkpoint_id=partial, process_group=self.ranks.host_group)
@@ -104,15 +106,21 @@ class Checkpointer:
                     "or start anew under another `name`"
                 )
         # Loads in place: these are the very tensors of model, optimizer and EMA.
-        dcp.load(self._tensors(), checkpoint_id=path, process_group=self.ranks.host_group)
+        try:
+            dcp.load(self._tensors(), checkpoint_id=path, process_group=self.ranks.host_group)
+        except CheckpointException as error:
+            raise ValueError(f"{path} cannot be loaded: {error}") from error
         return state
 
     @staticmethod
     def to_resume(folder: Path, config: CheckpointConfig) -> Path | None:
         """The checkpoint that `checkpoint.resume` asks for, or None for a fresh start.
 
+        A path only says where a run begins: once the run has a checkpoint of its own, it goes on from that.
+
         Raises:
-            ValueError: If "never" meets an existing checkpoint.
+            ValueError: If "never" meets an existing checkpoint, or the path names an older one of this run, whose
+                newer ones would then belong to another history.
         """
         newest = latest(folder)
         if config.resume == "auto":
@@ -121,7 +129,15 @@ class Checkpointer:
             if newest is not None:
                 raise ValueError(f"{newest} exists and checkpoint.resume is never: choose another `name`")
             return None
-        return Path(config.resume)
+        path = Path(config.resume)
+        if newest is None or path.resolve() == newest.resolve():
+            return path
+        if path.resolve().parent == folder.resolve():
+            raise ValueError(
+                f"checkpoint.resume={path}, but the run has gone on to {newest}: remove the newer checkpoints, "
+                "or start under another `name`"
+            )
+        return newest
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

@@ -9,6 +9,9 @@ from adaptiveload.models.wan import WanConfig
 from adaptiveload.scheduling.cost import GPU_TFLOPS, TwoTermCost, analytic_prior
 from adaptiveload.scheduling.flops import ModelDims
 
+# Vendors' data sheets; decides `schedule.meet: auto`. On a CPU it is the machine's own.
+GPU_MEMORY_BYTES = {"h200": 141e9, "h100": 80e9, "a100": 80e9, "l40s": 48e9}
+
 
 @dataclass
 class CostConfig:
@@ -37,14 +40,20 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def build_cost_model(config: CostConfig, model: WanConfig, device: torch.device, recompute: str) -> TwoTermCost:
-    """Cost model of a micro-batch, in microseconds.
+def resolve_gpu(config: CostConfig, device: torch.device) -> str:
+    """The entry of the rate table that `cost.gpu` names, or that the device's name contains.
 
     Raises:
-        ValueError: If `cost.gpu` names no known device.
+        ValueError: If there is none.
     """
-    gpu = config.gpu
-    if gpu == "auto":
-        name = device_name(device).lower()
-        gpu = next((known for known in GPU_TFLOPS if known in name), name)
+    name = device_name(device).lower() if config.gpu == "auto" else config.gpu
+    if config.gpu == "auto":
+        name = next((known for known in GPU_TFLOPS if known in name), name)
+    if name not in GPU_TFLOPS:
+        raise ValueError(f"no rates for {name!r}: set cost.gpu to the nearest of {', '.join(GPU_TFLOPS)}")
+    return name
+
+
+def build_cost_model(gpu: str, model: WanConfig, recompute: str) -> TwoTermCost:
+    """Cost model of a micro-batch on `gpu`, an entry of the rate table, in microseconds."""
     return analytic_prior(model_dims(model), gpu, recompute)

@@ -13,6 +13,8 @@ import psutil
 import torch
 import torch.distributed as dist
 import yaml
+from accelerate import PartialState
+from accelerate.commands.config.config_args import default_config_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -104,8 +106,6 @@ def start_ranks() -> Ranks:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     # Accelerate's process state then agrees with the group that exists, whatever launched us.
-    from accelerate import PartialState
-
     state = PartialState(cpu=not use_cuda)
     if (state.num_processes, state.process_index) != (dist.get_world_size(), dist.get_rank()):
         raise RuntimeError(
@@ -146,9 +146,15 @@ def _asked_processes(command: list[str]) -> int:
             return int(arguments[flag])
     for flag in ("--config_file", "--config-file"):
         if flag in arguments and Path(arguments[flag]).is_file():
-            content = yaml.safe_load(Path(arguments[flag]).read_text())
-            return int(content.get("num_processes", 1)) if isinstance(content, dict) else 1
+            return _processes_of(Path(arguments[flag]))
+    if Path(default_config_file).is_file():
+        return _processes_of(Path(default_config_file))
     return 1
+
+
+def _processes_of(config_file: Path) -> int:
+    content = yaml.safe_load(config_file.read_text())
+    return int(content.get("num_processes", 1)) if isinstance(content, dict) else 1
 
 
 def _parent_command() -> list[str]:

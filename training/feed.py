@@ -16,7 +16,7 @@ from adaptiveload.models.flow_matching import FlowMatchingConfig, draw, sample_g
 from adaptiveload.models.packing import PackedBatch, PackedSample, filler_sample, pack, patchify
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import Policy
-from adaptiveload.scheduling.shapes import LatentGeometry
+from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
 # Epoch number of held-out draws: no training epoch is negative, so they never share noise with training.
 HELD_OUT_EPOCH = -1
@@ -103,9 +103,8 @@ class MicroBatchDataset(Dataset[MicroBatch]):
         self.seed = seed
         self.text_dropout = text_dropout
         index = reader.index
-        smallest = min(
-            {index.shape(i) for i in range(len(index))}, key=lambda shape: (geometry.num_tokens(shape), shape)
-        )
+        shapes = np.unique(np.stack([index.frames, index.heights, index.widths]), axis=1).T
+        smallest = min((Shape(*map(int, shape)) for shape in shapes), key=geometry.num_tokens)
         self.filler_grid = tuple(geometry.token_grid(smallest))
         self.null_text = reader.null_text()
 
@@ -222,28 +221,39 @@ class LostSamples:
         path: File that takes a line for each loss, with step, rank, key and reason.
         max_share: Limit of losses over samples drawn.
         min_drawn: The share is taken over at least this many samples, so that one early loss does not stop a run.
+        total: Losses of all ranks before this start, from the checkpoint.
     """
 
-    def __init__(self, path: Path, max_share: float, min_drawn: int) -> None:
+    def __init__(self, path: Path, max_share: float, min_drawn: int, total: int) -> None:
         self.path = path
         self.max_share = max_share
         self.min_drawn = min_drawn
-        self.count = 0
+        self.total = total
+
+    def forget_from(self, step: int) -> None:
+        """Drop the lines of `step` and later ones, which an earlier try wrote; for one rank, before training."""
+        if self.path.exists():
+            kept = [line for line in self.path.read_text().splitlines() if json.loads(line)["step"] < step]
+            self.path.write_text("".join(line + "\n" for line in kept))
 
     def record(self, step: int, rank: int, lost: list[tuple[str, str]]) -> None:
         """Write the losses of one micro-batch down."""
         if not lost:
             return
-        self.count += len(lost)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps({"step": step, "rank": rank, "key": key, "reason": reason}) for key, reason in lost]
         with self.path.open("a") as file:
-            for key, reason in lost:
-                file.write(json.dumps({"step": step, "rank": rank, "key": key, "reason": reason}) + "\n")
+            file.write("".join(line + "\n" for line in lines))
 
-    def check(self, num_lost: int, num_drawn: int) -> None:
-        """Raise RuntimeError if the losses of all ranks pass the limit; call it with equal numbers on all ranks."""
-        if num_lost > self.max_share * max(num_drawn, self.min_drawn):
+    def add(self, num_lost: int, num_drawn: int) -> None:
+        """Count a step's losses of all ranks; call it on every rank with the same numbers.
+
+        Raises:
+            RuntimeError: If more than the set share of the `num_drawn` samples drawn so far was lost.
+        """
+        self.total += num_lost
+        if self.total > self.max_share * max(num_drawn, self.min_drawn):
             raise RuntimeError(
-                f"{num_lost} of {num_drawn} samples could not be read, more than data.max_lost_share="
+                f"{self.total} of {num_drawn} samples could not be read, more than data.max_lost_share="
                 f"{self.max_share} allows; {self.path} names them"
             )

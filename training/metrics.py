@@ -25,6 +25,7 @@ class RankMeasurement:
         step_s: Wall seconds of the step.
         data_wait_s: Seconds of it spent waiting for DataLoader workers.
         memory_peak_gib: Peak allocated device memory of the step; 0 on CPU.
+        num_lost: Samples of the step that the rank could not read.
         busy_s: Busy seconds of each of the rank's micro-batches.
     """
 
@@ -32,6 +33,7 @@ class RankMeasurement:
     step_s: float
     data_wait_s: float
     memory_peak_gib: float
+    num_lost: int
     busy_s: list[float]
 
 
@@ -41,11 +43,13 @@ class StepMeasurement:
 
     Attributes:
         loss_sum: Sum of w_i * l_i over all samples of the step.
+        num_lost: Samples of the step that could not be read.
         step_s, data_wait_s, memory_peak_gib: float64 [R].
         busy_s: float64 [G, R]; 0 where a rank has no such micro-batch.
     """
 
     loss_sum: float
+    num_lost: int
     step_s: np.ndarray
     data_wait_s: np.ndarray
     memory_peak_gib: np.ndarray
@@ -55,9 +59,12 @@ class StepMeasurement:
 def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> StepMeasurement:
     """Bring the ranks' measurements of `plan`'s step together; one host collective."""
     busy = mine.busy_s + [0.0] * (plan.num_slots - len(mine.busy_s))
-    row = torch.tensor([mine.loss_sum, mine.step_s, mine.data_wait_s, mine.memory_peak_gib, *busy], dtype=torch.float64)
-    rows = ranks.gather(row).numpy()
-    return StepMeasurement(float(rows[:, 0].sum()), rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 4:].T)
+    scalars = [mine.loss_sum, mine.num_lost, mine.step_s, mine.data_wait_s, mine.memory_peak_gib]
+    rows = ranks.gather(torch.tensor([*scalars, *busy], dtype=torch.float64)).numpy()
+    loss_sum, num_lost, step_s, data_wait_s, memory_peak_gib, *_ = rows.T
+    return StepMeasurement(
+        float(loss_sum.sum()), int(num_lost.sum()), step_s, data_wait_s, memory_peak_gib, rows[:, len(scalars) :].T
+    )
 
 
 def step_metrics(

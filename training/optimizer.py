@@ -1,5 +1,6 @@
 """AdamW with its decay groups, and a learning rate that depends on the step alone."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,15 +24,16 @@ class OptimizerConfig:
 
     def check(self) -> None:
         """Raise ValueError for a value outside its range, naming the key."""
-        if self.lr <= 0:
-            raise ValueError(f"optimizer.lr={self.lr} must be positive")
+        for name in ("lr", "eps", "max_grad_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be positive and finite")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optimizer.weight_decay={self.weight_decay} must not be negative")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be in [0, 1)")
         if self.warmup_steps < 0:
             raise ValueError(f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
-        if self.max_grad_norm <= 0:
-            raise ValueError(f"optimizer.max_grad_norm={self.max_grad_norm} must be positive")
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

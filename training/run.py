@@ -1,7 +1,7 @@
 """Puts the parts of a run together; train.py then only has the loop."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+import json
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import psutil
@@ -18,7 +18,7 @@ from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry
 from adaptiveload.training.checkpoint import Checkpointer, read_state
 from adaptiveload.training.config import RunConfig, save_config
-from adaptiveload.training.cost import build_cost_model
+from adaptiveload.training.cost import GPU_MEMORY_BYTES, build_cost_model, resolve_gpu
 from adaptiveload.training.distributed import Ranks, shard_model
 from adaptiveload.training.ema import Ema
 from adaptiveload.training.evaluation import HeldOut
@@ -43,8 +43,8 @@ class Schedule:
         train_ids, held_out_ids: int64 rows of the index.
         policy: Plans steps.
         meet: "slot" or "step".
-        lookahead: Windows regrouped by cost.
         identity: What a resumed run must have in common with the one that saved.
+        config: The run's configuration with every "auto" of the schedule replaced by what it came to.
     """
 
     index: ShardIndex
@@ -53,12 +53,8 @@ class Schedule:
     held_out_ids: np.ndarray
     policy: Policy
     meet: str
-    lookahead: int
     identity: dict[str, object]
-
-    def saved_state(self) -> dict[str, object]:
-        """What a checkpoint keeps of the schedule. Random numbers are keyed by seed, epoch and sample: no state."""
-        return {**self.identity, "lookahead": self.lookahead}
+    config: RunConfig
 
 
 @dataclass
@@ -78,6 +74,10 @@ class Run:
     lost: LostSamples
     tracker: Tracker | None
     first_step: int
+
+    def saved_state(self, position: int) -> dict[str, object]:
+        """What a checkpoint keeps beside tensors. Random numbers are keyed by seed, epoch and sample: no state."""
+        return {"position": position, "num_lost": self.lost.total, **self.schedule.identity}
 
 
 def model_geometry(model: WanConfig) -> LatentGeometry:
@@ -99,6 +99,11 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
     """
     geometry = model_geometry(config.model)
     index = ShardIndex.read(config.data.path)
+    if index.info.geometry != geometry:
+        raise ValueError(
+            f"{config.data.path}: latents of {index.info.geometry}, but model.in_channels="
+            f"{config.model.in_channels} and model.patch_size={list(config.model.patch_size)} take {geometry}"
+        )
     if index.info.text_dim != config.model.text_dim:
         raise ValueError(
             f"{config.data.path}: text_dim {index.info.text_dim}, but model.text_dim={config.model.text_dim}"
@@ -108,15 +113,16 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         raise ValueError(f"{config.data.path}: a text of {longest} rows, but model.text_len={config.model.text_len}")
     held_out = held_out_mask(table.sources, config.data.held_out_share, config.seed)
     train_ids, held_out_ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    cost_model = build_cost_model(config.cost, config.model, device, config.schedule.recompute)
-    meet = _resolve_meet(config, device)
+    gpu = resolve_gpu(config.cost, device)
+    cost_model = build_cost_model(gpu, config.model, config.schedule.recompute)
+    meet = _resolve_meet(config, gpu)
     lookahead = config.schedule.lookahead
     if lookahead == "auto":
         costs = cost_model.sample_us(table.num_tokens[train_ids], table.text_len[train_ids])
         lookahead = str(
-            saved["lookahead"] if saved else resolve_lookahead(costs, config.schedule.samples_per_step, ranks)
+            saved["schedule.lookahead"] if saved else resolve_lookahead(costs, config.schedule.samples_per_step, ranks)
         )
-    schedule_config = replace(config.schedule, lookahead=lookahead)
+    schedule_config = replace(config.schedule, lookahead=lookahead, meet=meet)
     order = EndlessOrder(train_ids, config.schedule.seed, block_size=config.schedule.order_block_size)
     policy = build_policy(schedule_config, table, order, cost_model, ranks, meet)
     identity: dict[str, object] = {
@@ -126,9 +132,12 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         "schedule.policy": config.schedule.policy,
         "schedule.samples_per_step": config.schedule.samples_per_step,
         "schedule.order_block_size": config.schedule.order_block_size,
+        "schedule.lookahead": lookahead,
         "data.held_out_share": config.data.held_out_share,
+        "model": json.loads(json.dumps(asdict(config.model))),
     }
-    return Schedule(index, table, train_ids, held_out_ids, policy, meet, int(lookahead), identity)
+    resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
+    return Schedule(index, table, train_ids, held_out_ids, policy, meet, identity, resolved)
 
 
 def build_run(config: RunConfig, ranks: Ranks) -> Run:
@@ -143,9 +152,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     schedule = build_schedule(config, ranks.world_size, ranks.device, saved)
     if ranks.is_main:
         schedule.index.verify()
-        save_config(config, config.run_dir / "config.yaml")
     ranks.barrier()
-
     # Drawn on the CPU: equal weights on all ranks, and on every kind of device, before they are sharded.
     torch.manual_seed(config.seed)
     model = WanTransformer(config.model).to(ranks.device)
@@ -155,9 +162,19 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     optimizer = build_optimizer(model, config.optimizer)  # after sharding: it must hold the shards
     ema = Ema(model, config.ema)
     checkpointer = Checkpointer(folder, config.checkpoint, ranks, model, optimizer, ema)
-    first_step = 0
+    first_step, num_lost = 0, 0
     if resume_from is not None:
-        first_step = int(checkpointer.load(resume_from, schedule.identity)["step"])
+        saved = checkpointer.load(resume_from, schedule.identity)
+        first_step, num_lost = int(saved["step"]), int(saved["num_lost"])
+        _check_position(schedule, first_step, int(saved["position"]))
+    lost = LostSamples(
+        config.run_dir / "lost.jsonl", config.data.max_lost_share, min(1000, len(schedule.train_ids)), num_lost
+    )
+    if ranks.is_main:
+        lost.forget_from(first_step)
+        if first_step < config.max_steps:
+            save_config(schedule.config, config.run_dir / "config.yaml")
+    ranks.barrier()
 
     reader = SampleReader(schedule.index)
     geometry = model_geometry(config.model)
@@ -176,7 +193,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
             schedule.held_out_ids,
             schedule.table,
             evaluation,
-            build_cost_model(config.cost, config.model, ranks.device, "none"),
+            build_cost_model(schedule.config.cost.gpu, config.model, "none"),
             config.schedule.memory_limit_tokens,
             ranks,
             config.evaluation,
@@ -189,7 +206,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
             config.data,
             pin_memory=ranks.device.type == "cuda",
         ),
-        lost=LostSamples(config.run_dir / "lost.jsonl", config.data.max_lost_share, min(1000, len(schedule.train_ids))),
+        lost=lost,
         tracker=Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps)
         if ranks.is_main
         else None,
@@ -197,41 +214,39 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     )
 
 
-def check_agreement(run: Run, plan: StepPlan) -> int:
-    """Compare the ranks' plans and losses before a step. Returns samples lost so far, over all ranks.
+def check_agreement(ranks: Ranks, plan: StepPlan) -> None:
+    """Compare the ranks' plans before a step: a stale index stops the run in words instead of hanging it.
 
     Raises:
-        RuntimeError: On all ranks, if their plans differ, or more samples than `data.max_lost_share` were lost.
+        RuntimeError: On all ranks, if their plans differ.
     """
-    mine = torch.tensor([int(plan.digest[:15], 16), run.lost.count], dtype=torch.int64)
-    digests, lost = run.ranks.gather(mine).unbind(1)
-    if len(set(digests.tolist())) > 1:
+    digests = ranks.gather(torch.tensor([int(plan.digest[:15], 16)], dtype=torch.int64)).flatten().tolist()
+    if len(set(digests)) > 1:
         raise RuntimeError(
-            f"step {plan.step}: the ranks planned different steps (digests "
-            f"{[f'{digest:015x}' for digest in digests.tolist()]}): a rank has another index, configuration or version"
+            f"step {plan.step}: the ranks planned different steps (digests {[f'{digest:015x}' for digest in digests]}"
+            "): a rank has another index, configuration or version"
         )
-    num_lost = int(lost.sum())
-    run.lost.check(num_lost, plan.next_position)
-    return num_lost
 
 
-def _resolve_meet(config: RunConfig, device: torch.device) -> str:
+def _check_position(schedule: Schedule, first_step: int, position: int) -> None:
+    """Refuse to resume where this schedule would repeat or leave out samples.
+
+    `balanced` never does; the paper's policies do when ranks, limits or costs change, because these decide how many
+    samples a step takes.
+    """
+    planned = schedule.policy.plan(first_step).position
+    if planned != position:
+        raise ValueError(
+            f"the checkpoint stands at sample {position}, but step {first_step} of this schedule begins at {planned}: "
+            "with the paper's policies a resumed run must keep its number of ranks, schedule.memory_limit_tokens, "
+            "schedule.slots_per_step, schedule.cost_exponent, schedule.compute_limit_factor and cost.gpu"
+        )
+
+
+def _resolve_meet(config: RunConfig, gpu: str) -> str:
     if config.schedule.meet != "auto":
         return config.schedule.meet
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in WanTransformer(config.model).parameters())
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = psutil.virtual_memory().total
+    memory = GPU_MEMORY_BYTES.get(gpu, psutil.virtual_memory().total)
     return "step" if parameters * _UNSHARDED_BYTES_PER_PARAMETER <= _UNSHARDED_SHARE * memory else "slot"
-
-
-def run_summary(schedule: Schedule, path: Path) -> str:
-    """What a run trains on and how it is scheduled, in a line each."""
-    table = schedule.table
-    return (
-        f"data: {len(schedule.train_ids)} training and {len(schedule.held_out_ids)} held-out samples of "
-        f"{len(table.shapes)} shapes, {int(table.num_tokens.min())} to {int(table.num_tokens.max())} tokens\n"
-        f"schedule: {type(schedule.policy).__name__}, ranks meet every {schedule.meet}, run folder {path}"
-    )

@@ -42,9 +42,8 @@ class StepTimer:
         self._spans.append([])
 
     def busy_s(self) -> list[float]:
-        """Busy seconds of each micro-batch of the step. Waits for the GPU if its work is not done."""
+        """Busy seconds of each micro-batch of the step; on a GPU only once its backward passes are known to be done."""
         if self.on_gpu:
-            torch.cuda.synchronize()
             return [sum(start.elapsed_time(end) for start, end in spans) / 1e3 for spans in self._spans]
         return [sum(end - start for start, end in spans) for spans in self._spans]
 

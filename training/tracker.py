@@ -8,6 +8,7 @@ import json
 import math
 import netrc
 import os
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def _start_wandb(run_dir: Path, config: TrackingConfig, run_config: Any) -> Any:
             return wandb.init(
                 project=config.project,
                 name=run_dir.name,
+                id=_wandb_id(run_dir),
+                resume="allow",
                 dir=str(run_dir),
                 mode=attempt,
                 config=asdict(run_config),
@@ -112,6 +115,14 @@ def _start_wandb(run_dir: Path, config: TrackingConfig, run_config: Any) -> Any:
         except Exception as error:
             print(f"wandb could not start {attempt}: {error}; figures are in {run_dir / 'metrics.jsonl'}")
     return None
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """The run's wandb id, the same after every resume."""
+    path = run_dir / "wandb_id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12])
+    return path.read_text()
 
 
 def _has_wandb_key() -> bool:

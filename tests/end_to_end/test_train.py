@@ -9,9 +9,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from adaptiveload.data.index import ShardIndex
+from adaptiveload.scheduling.order import held_out_mask
+from tests.conftest import write_dataset
 from tests.launching import ROOT, environment, launch, launch_command
 
 # Ranks and slots change the order of fp32 sums: 1e-7 a step, which AdamW's division by small second moments amplifies.
@@ -41,9 +45,12 @@ def one_rank(run_config: Path, output_dir: Path) -> Path:
     return output_dir / "one"
 
 
-@pytest.mark.parametrize("meet", ["slot", "step"])
-def test_two_ranks_train_the_same_run(run_config: Path, output_dir: Path, one_rank: Path, meet: str) -> None:
-    launch(run_config, f"name=two-{meet}", f"schedule.meet={meet}", ranks=2)
+@pytest.mark.parametrize(("meet", "recompute"), [("slot", "full"), ("step", "none")])
+def test_two_ranks_train_the_same_run(
+    run_config: Path, output_dir: Path, one_rank: Path, meet: str, recompute: str
+) -> None:
+    keys = (f"schedule.meet={meet}", f"schedule.recompute={recompute}", "data.num_workers=2")
+    launch(run_config, f"name=two-{meet}", *keys, ranks=2)
     np.testing.assert_allclose(losses(output_dir / f"two-{meet}"), losses(one_rank), rtol=LOSS_TOLERANCE)
 
 
@@ -57,7 +64,7 @@ def test_evaluation_leaves_training_alone(run_config: Path, output_dir: Path, on
 def killed(run_config: Path, output_dir: Path) -> Path:
     """A two-rank run, killed without warning between its checkpoint of step 10 and its end."""
     run_dir = output_dir / "killed"
-    command = launch_command(run_config, "name=killed", "schedule.meet=step", ranks=2)
+    command = launch_command(run_config, "name=killed", "schedule.meet=step", "data.num_workers=2", ranks=2)
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (run_dir / "metrics.jsonl").exists() or len(read_metrics(run_dir)) < 12:
@@ -69,13 +76,13 @@ def killed(run_config: Path, output_dir: Path) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize(("ranks", "meet"), [(2, "step"), (2, "slot"), (1, "step")])
 def test_killed_run_resumes_exactly(
-    run_config: Path, output_dir: Path, one_rank: Path, killed: Path, ranks: int
+    run_config: Path, output_dir: Path, one_rank: Path, killed: Path, ranks: int, meet: str
 ) -> None:
-    name = f"resumed-{ranks}"
+    name = f"resumed-{ranks}-{meet}"
     shutil.copytree(killed, output_dir / name)
-    launch(run_config, f"name={name}", "schedule.meet=step", ranks=ranks)
+    launch(run_config, f"name={name}", f"schedule.meet={meet}", "data.num_workers=1", ranks=ranks)
     np.testing.assert_allclose(losses(output_dir / name), losses(one_rank), rtol=LOSS_TOLERANCE)
     # The averaged weights came through too.
     held_out = [
@@ -89,18 +96,38 @@ def test_killed_run_resumes_exactly(
 def test_resume_refuses_another_dataset(
     run_config: Path, dataset: Path, output_dir: Path, killed: Path, tmp_path: Path
 ) -> None:
-    from tests.conftest import write_dataset
-
     other = write_dataset(tmp_path / "other")
     index = other / "index.parquet"
-    import pyarrow.parquet as pq
-
     table = pq.read_table(index)
     pq.write_table(table.set_column(table.schema.get_field_index("source"), "source", table["key"]), index)
     shutil.copytree(killed, output_dir / "other-data")
-    result = launch(run_config, "name=other-data", f"data.path={other}", ranks=1, check=False)
+    before = (output_dir / "other-data" / "config.yaml").read_text()
+    result = launch(run_config, "name=other-data", f"data.path={other}", ranks=2, check=False)
     assert result.returncode != 0
     assert "data_fingerprint" in result.stderr
+    assert (output_dir / "other-data" / "config.yaml").read_text() == before, "a refused launch changed the run"
+
+
+@pytest.mark.parametrize("override", ["model.num_layers=1", "schedule.lookahead=2", "seed=1"])
+def test_resume_refuses_another_model_or_schedule(
+    run_config: Path, output_dir: Path, killed: Path, override: str
+) -> None:
+    name = f"other-{override.partition('=')[0]}"
+    shutil.copytree(killed, output_dir / name)
+    result = launch(run_config, f"name={name}", override, ranks=1, check=False)
+    assert result.returncode != 0
+    assert f"{override.split('.')[0].split('=')[0]}" in result.stderr.split("made with")[1]
+
+
+def test_paper_policy_resumes_only_where_it_stood(run_config: Path, output_dir: Path) -> None:
+    """Its batches follow from ranks and limits, so on other ranks it would repeat and leave out samples."""
+    keys = (run_config, "name=paper", "schedule.policy=equal_token", "schedule.memory_limit_tokens=96")
+    launch(*keys, "max_steps=4", "checkpoint.every_steps=2", ranks=2)
+    launch(*keys, "max_steps=6", "checkpoint.every_steps=2", ranks=2)
+    assert [row["step"] for row in read_metrics(output_dir / "paper") if "train/loss" in row] == list(range(6))
+    result = launch(*keys, "max_steps=8", ranks=1, check=False)
+    assert result.returncode != 0
+    assert "must keep its number of ranks" in result.stderr
 
 
 def test_finished_run_says_so(run_config: Path, one_rank: Path) -> None:
@@ -135,6 +162,7 @@ def test_one_process_instead_of_two_is_refused(run_config: Path) -> None:
         ("optimizer.lrr=1", "optimizer.lr"),
         ("data.path=nowhere", "nowhere"),
         ("model.text_dim=32", "model.text_dim"),
+        ("model.in_channels=8", "model.in_channels"),
     ],
 )
 def test_bad_input_stops_before_training(run_config: Path, override: str, message: str) -> None:
@@ -150,13 +178,25 @@ def test_missing_or_changed_shard_stops_before_training(run_config: Path, datase
     shard = sorted(changed.glob("*.tar"))[1]
     with shard.open("ab") as file:
         file.write(b"x")
-    result = launch(run_config, f"data.path={changed}", "name=changed", ranks=1, check=False)
+    result = launch(run_config, f"data.path={changed}", "name=changed", ranks=2, check=False)
     assert result.returncode != 0
     assert shard.name in result.stderr
     shard.unlink()
-    result = launch(run_config, f"data.path={changed}", "name=changed", ranks=1, check=False)
+    result = launch(run_config, f"data.path={changed}", "name=changed", ranks=2, check=False)
     assert result.returncode != 0
     assert shard.name in result.stderr
+
+
+def damage_samples(root: Path, keys: list[str]) -> None:
+    """Overwrite the head of the latents of some samples in their shards."""
+    index = pq.read_table(root / "index.parquet").to_pydict()
+    for key in keys:
+        row = index["key"].index(key)
+        shard = root / index["shard"][row]
+        content = bytearray(shard.read_bytes())
+        start = index["offset"][row] + 512  # after the tar header
+        content[start : start + 64] = b"\xff" * 64
+        shard.write_bytes(content)
 
 
 def test_unreadable_samples_become_fillers_until_there_are_too_many(
@@ -164,21 +204,19 @@ def test_unreadable_samples_become_fillers_until_there_are_too_many(
 ) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(dataset, damaged)
-    import pyarrow.parquet as pq
-
-    index = pq.read_table(damaged / "index.parquet").to_pydict()
-    row = index["key"].index("sample007")
-    shard = damaged / index["shard"][row]
-    content = bytearray(shard.read_bytes())
-    start = index["offset"][row] + 512
-    content[start : start + 64] = b"\xff" * 64  # the safetensors header, after the tar header
-    shard.write_bytes(content)
-    base = (run_config, f"data.path={damaged}", "evaluation.max_samples=0", "max_steps=10")
-    launch(*base, "name=lost", "data.max_lost_share=0.2", ranks=2)
+    index = ShardIndex.read(damaged)
+    held_out = held_out_mask(index.sources, share=0.1, seed=0)
+    trained, kept_back = str(index.keys[~held_out][3]), str(index.keys[held_out][0])
+    damage_samples(damaged, [trained, kept_back])
+    base = (run_config, f"data.path={damaged}", "data.num_workers=1")
+    launch(*base, "name=lost", "data.max_lost_share=0.2", "max_steps=10", ranks=2)
+    result = launch(*base, "name=lost", "data.max_lost_share=0.2", "max_steps=15", ranks=1)
     lost = [json.loads(line) for line in (output_dir / "lost" / "lost.jsonl").read_text().splitlines()]
-    assert {row["key"] for row in lost} == {"sample007"}
-    assert read_metrics(output_dir / "lost")[-1]["data/num_lost"] == len(lost) > 1
-    assert all(np.isfinite(row["train/loss"]) for row in read_metrics(output_dir / "lost"))
+    assert {row["key"] for row in lost} == {trained}
+    rows = [row for row in read_metrics(output_dir / "lost") if "train/loss" in row]
+    assert rows[-1]["data/num_lost"] == len(lost) > 1, "counted through the resume"
+    assert all(np.isfinite(row["train/loss"]) for row in rows)
+    assert kept_back in result.stderr, "a held-out sample that is left out is named"
     result = launch(*base, "name=too-many", "data.max_lost_share=0", ranks=2, check=False)
     assert result.returncode != 0
     assert "data.max_lost_share" in result.stderr

@@ -27,18 +27,14 @@ def test_two_processes_agree_with_the_unsharded_model(tmp_path):
 
 
 def shard(model, dtype):
-    """Wrap as training does: the fp32 unit, each block, the rest."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    """Wrap with the trainer's own function; on a GPU machine too with CPU ranks: the oracle is the CPU's."""
+    import torch.distributed as dist
 
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))  # on a GPU machine too: the oracle is the CPU's
-    low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    high = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fp32_modules, blocks = model.fsdp_units()
-    fully_shard(fp32_modules, mesh=mesh, mp_policy=high)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=low)
-    return fully_shard(model, mesh=mesh, mp_policy=low)
+    from adaptiveload.training.distributed import Ranks, shard_model
+
+    ranks = Ranks(dist.get_rank(), WORLD_SIZE, torch.device("cpu"), dist.group.WORLD)
+    shard_model(model, ranks, "bf16" if dtype == torch.bfloat16 else "fp32")
+    return model
 
 
 def loss_of(model, samples, **options):
@@ -73,7 +69,7 @@ def check_bf16_forward_and_gradients_equal_the_unsharded_model(rank: int) -> Non
     """The oracle has its weights rounded by hand, outside the fp32 unit alone. Equal means bit for bit."""
     samples = make_samples(make_config())
     model = make_model()
-    for module in (model.patch_embedding, model.condition_embedder["text_embedder"], model.blocks, model.proj_out):
+    for module in (model.patch_embedding, model.condition_embedder["text_embedder"], model.blocks):
         module.bfloat16()
     sharded = shard(make_model(), torch.bfloat16)
     loss, expected_loss = loss_of(sharded, samples), loss_of(model, samples)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from adaptiveload.models.packing import Group, PackedSample, filler_sample, pack, patchify, unpatchify
+from adaptiveload.models.packing import PackedSample, filler_sample, pack, patchify, unpatchify
 
 
 def test_patchify_layout_is_row_major_tokens_of_channel_major_patches():
@@ -45,18 +45,6 @@ def test_pack_sorts_by_seq_len_text_len_grid_and_keeps_every_value(samples):
         torch.int32
     }
     assert torch.equal(batch.segment_offsets, batch.seq_offsets)
-
-
-def test_groups_are_runs_of_equal_seq_len_and_text_len(samples):
-    # S: 6 6 6 6 6 8 12 48 with T: 3 3 4 5 5 4 3 4 after sorting
-    assert pack(samples).groups() == [
-        Group(2, 6, 3),
-        Group(1, 6, 4),
-        Group(2, 6, 5),
-        Group(1, 8, 4),
-        Group(1, 12, 3),
-        Group(1, 48, 4),
-    ]
 
 
 def test_order_of_the_input_does_not_matter(samples):

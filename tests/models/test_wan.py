@@ -150,13 +150,13 @@ def test_zero_padding_of_the_text_is_attended(config, model, samples):
 
 def test_pad_text_writes_each_text_once_and_zeros_elsewhere(samples):
     batch = pack(samples)
-    padded = pad_text(batch, 8).unflatten(0, (len(batch), 8))
+    padded = pad_text(batch, 8, torch.float32).unflatten(0, (len(batch), 8))
     for row, sample_id in enumerate(batch.sample_ids):
         text = samples[sample_id].text
         assert torch.equal(padded[row, : len(text)], text)
         assert padded[row, len(text) :].abs().max() == 0
     with pytest.raises(ValueError, match=r"5 text rows, text_len is 4"):
-        pad_text(batch, 4)
+        pad_text(batch, 4, torch.float32)
 
 
 def test_timestep_must_be_float32(model, samples):

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
 from adaptiveload.models.packing import PackedSample, pack
@@ -45,6 +46,8 @@ def main(output: str) -> None:
     gathered = ranks.gather_objects(rows)
     if ranks.is_main:
         Path(output).write_text(json.dumps(gathered))
+    ranks.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

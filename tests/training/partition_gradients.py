@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.config import load_config
@@ -16,15 +17,28 @@ from train import forward_backward
 
 
 def partitions(plan: StepPlan, ranks: int) -> dict[str, tuple]:
-    """Three ways to deal the step's samples to ranks and slots; the last leaves a filler on every rank but one."""
+    """Ways to deal the step's samples to ranks and slots.
+
+    "lopsided" leaves a filler on every rank but one; "uneven" gives rank 0 three micro-batches and the others one, as
+    ranks may have that meet once a step.
+    """
     n = plan.num_samples
     everyone = list(range(n))
     contiguous = [tuple(map(int, part)) for part in np.array_split(everyone, 2 * ranks)]
     interleaved = [tuple(everyone[i :: 3 * ranks]) for i in range(3 * ranks)]
     lopsided = [tuple(everyone[: n // 2]), *[()] * (ranks - 1), tuple(everyone[n // 2 :]), *[()] * (ranks - 1)]
+    rest = [tuple(map(int, part)) for part in np.array_split(everyone[6:], max(ranks - 1, 1))]
+    uneven = [(0, 1), *(rest if ranks > 1 else []), (2, 3), *[None] * (ranks - 1), (4, 5), *[None] * (ranks - 1)]
+    if ranks == 1:
+        uneven[0] = (0, 1, *everyone[6:])
     return {
         name: tuple(tuple(parts[g * ranks : (g + 1) * ranks]) for g in range(len(parts) // ranks))
-        for name, parts in (("contiguous", contiguous), ("interleaved", interleaved), ("lopsided", lopsided))
+        for name, parts in (
+            ("contiguous", contiguous),
+            ("interleaved", interleaved),
+            ("lopsided", lopsided),
+            ("uneven", uneven),
+        )
     }
 
 
@@ -38,7 +52,7 @@ def gradient(run: Run, plan: StepPlan) -> torch.Tensor:
         ]
         batches.append(run.feed.dataset[tuple(planned)])
     run.model.zero_grad()
-    forward_backward(run, plan, iter(batches))
+    forward_backward(run, plan, iter(batches))  # what train.py runs
     return torch.cat([parameter.grad.full_tensor().flatten() for parameter in run.model.parameters()])
 
 
@@ -55,7 +69,7 @@ def main(config_path: str, output: str) -> None:
     plan = run.schedule.policy.plan(0)
     gradients = {}
     for name, slots in partitions(plan, ranks.world_size).items():
-        for meet in ("slot", "step"):
+        for meet in ("slot", "step") if name != "uneven" else ("step",):
             shape = (len(slots), ranks.world_size)
             dealt = dataclasses.replace(
                 plan,
@@ -71,6 +85,7 @@ def main(config_path: str, output: str) -> None:
     if run.tracker is not None:
         run.tracker.close()
     ranks.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -101,8 +101,13 @@ def test_another_run_is_refused_by_key(tmp_path: Path, ranks: Ranks) -> None:
 
 def test_resume_option(tmp_path: Path, ranks: Ranks) -> None:
     assert Checkpointer.to_resume(tmp_path, CheckpointConfig()) is None
+    assert Checkpointer.to_resume(tmp_path, CheckpointConfig(resume="elsewhere")) == Path("elsewhere")
     path = make(tmp_path, ranks, seed=0).save(1, {})
     assert Checkpointer.to_resume(tmp_path, CheckpointConfig()) == path
-    assert Checkpointer.to_resume(tmp_path, CheckpointConfig(resume="elsewhere")) == Path("elsewhere")
+    other = make(tmp_path / "other", ranks, seed=0).save(7, {})
+    assert Checkpointer.to_resume(tmp_path, CheckpointConfig(resume=str(other))) == path
+    make(tmp_path, ranks, seed=0).save(2, {})
+    with pytest.raises(ValueError, match="the run has gone on to"):
+        Checkpointer.to_resume(tmp_path, CheckpointConfig(resume=str(path)))
     with pytest.raises(ValueError, match=r"checkpoint\.resume is never"):
         Checkpointer.to_resume(tmp_path, CheckpointConfig(resume="never"))

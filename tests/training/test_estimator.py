@@ -23,7 +23,7 @@ def gradients(run_config: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def test_partition_invariance(gradients: dict[str, torch.Tensor]) -> None:
-    assert len(gradients) == 2 * 3 * 2
+    assert len(gradients) == 2 * (3 * 2 + 1)
     reference = gradients["1 ranks/contiguous/slot"].double()
     assert reference.norm() > 0.01
     assert (reference != 0).float().mean() > 0.9, "most weights must take part, or the comparison says little"

@@ -35,6 +35,7 @@ PLAN = StepPlan(
 )
 MEASURED = StepMeasurement(
     loss_sum=4.5,
+    num_lost=0,
     step_s=np.array([2.0, 1.9]),
     data_wait_s=np.array([0.2, 0.0]),
     memory_peak_gib=np.array([3.0, 5.0]),
