@@ -12,13 +12,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import device_name, model_dims
-from adaptiveload.training.distributed import clip_gradients, reshard, set_meeting, start_ranks
+from adaptiveload.training.distributed import clip_gradients, finish_ranks, reshard, set_meeting, start_ranks
 from adaptiveload.training.dry_run import describe_schedule
 from adaptiveload.training.feed import MicroBatch
 from adaptiveload.training.metrics import (
@@ -184,10 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         train(run)
     finally:
+        run.feed.close()
         if run.tracker is not None:
             run.tracker.close()
-    ranks.barrier()
-    dist.destroy_process_group()
+    finish_ranks(ranks)
 
 
 if __name__ == "__main__":

@@ -187,6 +187,10 @@ class PlannedFeed:
         rest = (self._next() for _ in range(len(plan.micro_batches(self.rank)) - 1))
         return plan, chain([first], rest)
 
+    def close(self) -> None:
+        """End the workers."""
+        self._batches = iter(())
+
     def _next(self) -> MicroBatch:
         start = time.perf_counter()
         batch = next(self._batches)

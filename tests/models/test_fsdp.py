@@ -30,8 +30,6 @@ def shard(model, dtype):
     """Wrap with the trainer's own function; on a GPU machine too with CPU ranks: the oracle is the CPU's."""
     import torch.distributed as dist
 
-    from adaptiveload.training.distributed import Ranks, shard_model
-
     ranks = Ranks(dist.get_rank(), WORLD_SIZE, torch.device("cpu"), dist.group.WORLD)
     shard_model(model, ranks, "bf16" if dtype == torch.bfloat16 else "fp32")
     return model
@@ -161,8 +159,7 @@ def main(rendezvous: str, rank: int) -> None:
     for check in CHECKS:
         check(rank)
         print(f"checked: {check.__name__}", flush=True)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    finish_ranks(Ranks(rank, WORLD_SIZE, torch.device("cpu"), torch.distributed.group.WORLD))
 
 
 if __name__ == "__main__":
@@ -171,5 +168,6 @@ if __name__ == "__main__":
 
     from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
     from adaptiveload.models.packing import filler_sample, pack
+    from adaptiveload.training.distributed import Ranks, finish_ranks, shard_model
 
     main(sys.argv[1], int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Launched by test_step_timer.py on two ranks: rank 0 computes a long micro-batch while rank 1 computes a short one."""
+"""Launched by test_step_timer.py on two ranks: rank 0 is slow inside its blocks, rank 1 waits for it."""
 
 import json
 import sys
@@ -6,18 +6,17 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
 from adaptiveload.models.packing import PackedSample, pack
 from adaptiveload.models.wan import WanConfig, WanTransformer
-from adaptiveload.training.distributed import reshard, set_meeting, shard_model, start_ranks
+from adaptiveload.training.distributed import finish_ranks, reshard, set_meeting, shard_model, start_ranks
 from adaptiveload.training.step_timer import StepTimer
 
 CONFIG = WanConfig(
-    num_attention_heads=4, attention_head_dim=24, ffn_dim=256, num_layers=4, text_dim=16, text_len=8, freq_dim=16
+    num_attention_heads=2, attention_head_dim=12, ffn_dim=32, num_layers=2, text_dim=8, text_len=4, freq_dim=8
 )
-ROWS = {0: 32, 1: 8}  # tokens: 1024 on rank 0, 256 on rank 1
+SLEEP_S = 1.0  # in each block's forward, on rank 0
 
 
 def main(output: str) -> None:
@@ -25,14 +24,16 @@ def main(output: str) -> None:
     torch.manual_seed(0)
     model = WanTransformer(CONFIG)
     shard_model(model, ranks, "fp32")
+    blocks = model.fsdp_units()[1]
     timer = StepTimer(ranks.device)
-    timer.attach(model.fsdp_units()[1])
-    side = ROWS[ranks.rank]
-    tokens = torch.randn(side * 32, 64)
-    sample = PackedSample("k", (1, side, 32), tokens, torch.randn_like(tokens), 0.5, torch.randn(4, 16))
-    batch = pack([sample])
+    timer.attach(blocks)
+    if ranks.is_main:
+        for block in blocks:
+            block.ffn.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+    tokens = torch.randn(16, 64)
+    batch = pack([PackedSample("k", (1, 4, 4), tokens, torch.randn(16, 64), 0.5, torch.randn(2, 8))])
     rows = []
-    for recompute in ("none", "none", "full"):  # the first is the warm-up
+    for recompute in ("none", "full"):
         ranks.barrier()
         start = time.perf_counter()
         timer.start_step()
@@ -41,13 +42,12 @@ def main(output: str) -> None:
         velocity = model(noisy_latents(batch), timesteps(batch), batch, recompute=recompute)
         weighted_loss_sum(batch, velocity).backward()
         reshard(model)
-        (busy,) = timer.busy_s()
-        rows.append([busy, time.perf_counter() - start])
+        (busy_s,) = timer.busy_s()
+        rows.append({"busy_s": busy_s, "wall_s": time.perf_counter() - start})
     gathered = ranks.gather_objects(rows)
     if ranks.is_main:
         Path(output).write_text(json.dumps(gathered))
-    ranks.barrier()
-    dist.destroy_process_group()
+    finish_ranks(ranks)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.config import load_config
-from adaptiveload.training.distributed import start_ranks
+from adaptiveload.training.distributed import finish_ranks, start_ranks
 from adaptiveload.training.feed import MicroBatch, PlannedSample
 from adaptiveload.training.run import Run, build_run
 from train import forward_backward
@@ -84,8 +83,7 @@ def main(config_path: str, output: str) -> None:
         torch.save(gradients, Path(output))
     if run.tracker is not None:
         run.tracker.close()
-    ranks.barrier()
-    dist.destroy_process_group()
+    finish_ranks(ranks)
 
 
 if __name__ == "__main__":
