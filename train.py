@@ -4,6 +4,8 @@ import os
 
 # torch.compile gives wrong gradients for chained modulated norms on torch 2.10 to 2.14 (pytorch#193061).
 os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
+# Shapes change with every micro-batch; without growing segments the allocator's fragments fill the GPU.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import math
@@ -13,13 +15,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import device_name, model_dims
-from adaptiveload.training.distributed import clip_gradients, finish_ranks, reshard, set_meeting, start_ranks
-from adaptiveload.training.dry_run import describe_schedule
+from adaptiveload.training.distributed import clip_gradients, finish_ranks, reshard, start_ranks
 from adaptiveload.training.feed import MicroBatch
+from adaptiveload.training.live_step import run_micro_batch
 from adaptiveload.training.metrics import (
     RankMeasurement,
     StepMeasurement,
@@ -29,6 +30,7 @@ from adaptiveload.training.metrics import (
 )
 from adaptiveload.training.optimizer import learning_rate
 from adaptiveload.training.run import Run, build_run, build_schedule, check_agreement
+from adaptiveload.training.startup_report import describe_schedule
 
 MicroBatchLosses = list[tuple[torch.Tensor, tuple[str, ...]]]
 
@@ -58,7 +60,9 @@ def train(run: Run) -> None:
             num_lost=num_lost,
             busy_s=busy_s,
         )
-        log_step(run, plan, mine, {"train/grad_norm": grad_norm, "train/lr": lr})
+        measured = gather_measurements(run.ranks, plan, mine)
+        log_step(run, plan, measured, {"train/grad_norm": grad_norm, "train/lr": lr})
+        adapt(run, plan, measured)
         is_last = step + 1 == config.max_steps
         if is_last or (step + 1) % config.checkpoint.every_steps == 0:
             run.checkpointer.save(step + 1, run.saved_state(plan.next_position))
@@ -81,13 +85,17 @@ def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatc
         run.lost.record(plan.step, run.ranks.rank, micro_batch.lost)
         num_lost += len(micro_batch.lost)
         batch = micro_batch.packed.to(run.ranks.device, non_blocking=True)
-        set_meeting(run.model, meet=plan.meet, is_last=g == count - 1)
-        run.timer.start_micro_batch()
-        velocity = run.model(noisy_latents(batch), timesteps(batch), batch, recompute=plan.recompute[g])
-        loss_sum = weighted_loss_sum(batch, velocity)
-        # FSDP averages over the ranks, so that R/Z here is 1/Z there; never a mean over the micro-batch.
-        (loss_sum * (run.ranks.world_size / plan.normalizer)).backward()
-        losses.append((loss_sum.detach(), batch.keys))
+        loss_sum = run_micro_batch(
+            run.model,
+            run.timer,
+            batch,
+            # FSDP averages over the ranks, so that R/Z here is 1/Z there; never a mean over the micro-batch.
+            scale=run.ranks.world_size / plan.normalizer,
+            meet=plan.meet,
+            is_last=g == count - 1,
+            recompute=plan.recompute[g],
+        )
+        losses.append((loss_sum, batch.keys))
     reshard(run.model)
     return losses, num_lost
 
@@ -116,9 +124,8 @@ def set_learning_rate(run: Run, step: int) -> float:
     return lr
 
 
-def log_step(run: Run, plan: StepPlan, mine: RankMeasurement, extra: dict[str, float]) -> None:
-    """Gather what all ranks measured; rank 0 writes it down. Stops all ranks where too many samples were lost."""
-    measured = gather_measurements(run.ranks, plan, mine)
+def log_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[str, float]) -> None:
+    """Rank 0 writes down what all ranks measured. Stops all ranks where too many samples were lost."""
     if run.tracker is not None:
         write_step(run, plan, measured, extra | {"data/num_lost": run.lost.total + measured.num_lost})
     run.lost.add(measured.num_lost, plan.next_position)
@@ -132,6 +139,13 @@ def write_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[
     run.tracker.log(plan.step, metrics | extra)
     if plan.step % run.config.tracking.schedule_every_steps == 0:
         run.tracker.log_schedule(schedule_record(plan, measured, table))
+
+
+def adapt(run: Run, plan: StepPlan, measured: StepMeasurement) -> None:
+    """Let what was measured reprice later steps, and say so. Collective."""
+    for line in run.adaptation.after_step(plan, measured.busy_s):
+        if run.tracker is not None:
+            run.tracker.message(f"step {plan.step + 1}: {line}")
 
 
 def evaluate(run: Run, step: int) -> None:
@@ -176,6 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(describe_schedule(schedule, options.ranks or ranks.world_size))
             return
         run = build_run(config, ranks)
+        if ranks.is_main and run.first_step < config.max_steps:
+            print(describe_schedule(run.schedule, ranks.world_size, run.first_step), flush=True)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"train.py: {error}")
     if run.first_step >= config.max_steps and ranks.is_main:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptiveload.scheduling.cost import CostModel, IntArray
+from adaptiveload.scheduling.cost import IntArray
 from adaptiveload.scheduling.order import Draws
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.samples import SampleTable
+from adaptiveload.scheduling.updates import CostHistory
 
 
 @dataclass(frozen=True)
@@ -19,21 +20,21 @@ class StepAssembler:
 
     Attributes:
         table: Samples that draws refer to.
-        cost_model: Prices samples and micro-batches.
+        costs: Prices samples and micro-batches, step by step.
         meet: "slot" or "step".
         recompute: Recompute level of every slot.
         loss_weight_exponent: alpha in w_i = S_i ** alpha.
     """
 
     table: SampleTable
-    cost_model: CostModel
+    costs: CostHistory
     meet: str
     recompute: str
     loss_weight_exponent: float
 
-    def sample_us(self, draws: Draws) -> IntArray:
-        """Microseconds that each draw adds to its micro-batch, int64 [n]."""
-        return self.cost_model.sample_us(self.table.num_tokens[draws.ids], self.table.text_len[draws.ids])
+    def sample_us(self, step: int, draws: Draws) -> IntArray:
+        """Microseconds that each draw adds to its micro-batch in `step`, int64 [n]."""
+        return self.costs.cost_at(step).sample_us(self.table.num_tokens[draws.ids], self.table.text_len[draws.ids])
 
     def weights(self, draws: Draws) -> NDArray[np.float64]:
         """Loss weight of each draw, float64 [n]."""
@@ -50,7 +51,10 @@ class StepAssembler:
         flat = [bin_ for slot in plan_slots for bin_ in slot]
         shape = (len(plan_slots), len(plan_slots[0]))
         is_absent = np.array([bin_ is None for bin_ in flat]).reshape(shape)
-        costs = self.cost_model.micro_batch_us(_sums(self.sample_us(draws), flat)).reshape(shape)
+        sums = _sums(self.sample_us(step, draws), flat)
+        costs = self.costs.cost_at(step).micro_batch_us(sums).reshape(shape)
+        if (speed := self.costs.speed_at(step, shape[1])) is not None:
+            costs = -(-costs * 1000 // speed)
         weights = self.weights(draws)
         return StepPlan(
             step=step,

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,12 +12,10 @@ from adaptiveload.scheduling.order import Draws, EndlessOrder
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.planner import plan_step
 
-LOOKAHEADS = (1, 2, 4, 8)
-
 
 @dataclass(frozen=True)
 class BalancedPolicy:
-    """Step t runs window t of the order; only who computes what depends on the ranks. `plan` keeps no state.
+    """Step t runs window t of the order; only who computes what depends on the ranks.
 
     Attributes:
         assembler: Prices and assembles plans.
@@ -26,7 +24,8 @@ class BalancedPolicy:
         samples_per_step: The window N.
         memory_limit_tokens: Most tokens of a micro-batch, unless one sample alone has more.
         max_samples_per_micro_batch: Most samples of a micro-batch.
-        slot_overhead_us: Microseconds that one more micro-batch costs.
+        slot_overhead_us: Microseconds that one more micro-batch costs; None takes the cost model's fixed part.
+        text_memory_tokens: Tokens that take the memory of one sample's text.
         lookahead: Windows K that are regrouped by length, see `regroup`.
     """
 
@@ -36,8 +35,10 @@ class BalancedPolicy:
     samples_per_step: int
     memory_limit_tokens: int
     max_samples_per_micro_batch: int
-    slot_overhead_us: int
+    slot_overhead_us: int | None
+    text_memory_tokens: int = 0
     lookahead: int = 1
+    _groups: dict[int, list[Draws]] = field(default_factory=dict, compare=False)  # the latest group of windows alone
 
     @property
     def steps_in_first_epoch(self) -> int:
@@ -49,14 +50,18 @@ class BalancedPolicy:
         draws = self.window(step)
         # A floor under a sample's memory is a ceiling on the samples of a micro-batch; an oversize sample runs alone.
         floor = -(-self.memory_limit_tokens // self.max_samples_per_micro_batch)
-        tokens = self.assembler.table.num_tokens[draws.ids]
+        tokens = self.assembler.table.num_tokens[draws.ids] + self.text_memory_tokens
+        overhead_us = self.slot_overhead_us
+        if overhead_us is None:
+            overhead_us = round(self.assembler.costs.cost_at(step).a_us)
         plan = plan_step(
-            self.assembler.sample_us(draws),
+            self.assembler.sample_us(step, draws),
             np.clip(tokens, floor, self.memory_limit_tokens),
             self.ranks,
             self.memory_limit_tokens,
             meet=self.assembler.meet,
-            slot_overhead_us=self.slot_overhead_us,
+            slot_overhead_us=overhead_us,
+            speed_permille=self.assembler.costs.speed_at(step, self.ranks),
         )
         return self.assembler.assemble(step, step * self.samples_per_step, draws, plan.slots)
 
@@ -66,9 +71,12 @@ class BalancedPolicy:
         if group == 1:
             return self.order.window(step * size, size)
         first = step // group * group
-        draws = self.order.window(first * size, group * size)
-        windows = regroup(self.assembler.table.num_tokens[draws.ids], group, f"{self.order.seed}\0{first}")
-        return draws.take(windows[step - first])
+        if first not in self._groups:
+            draws = self.order.window(first * size, group * size)
+            windows = regroup(self.assembler.table.num_tokens[draws.ids], group, f"{self.order.seed}\0{first}")
+            self._groups.clear()
+            self._groups[first] = [draws.take(window) for window in windows]
+        return self._groups[first][step - first]
 
 
 def regroup(num_tokens: IntArray, group: int, seed: str) -> list[IntArray]:
@@ -90,19 +98,10 @@ def regroup(num_tokens: IntArray, group: int, seed: str) -> list[IntArray]:
     return [windows[index] for index in shuffled.tolist()]
 
 
-def resolve_lookahead(costs: Sequence[int] | IntArray, samples_per_step: int, ranks: int) -> int:
-    """Smallest lookahead of 1, 2, 4, 8 under which a rank has work for twice the dearest sample, 8 if none.
+DEAREST_SAMPLES = 2  # work that a rank wants per step, in dearest samples: with less, ranks cannot be level
 
-    To be asked once when a run starts, and kept: another lookahead is another order of samples.
 
-    Args:
-        costs: Microseconds of the training samples.
-        samples_per_step: The global batch N.
-        ranks: Data-parallel ranks.
-    """
+def enough_samples_per_step(costs: Sequence[int] | IntArray, ranks: int) -> int:
+    """Smallest global batch that gives a rank work for twice the dearest sample in a step."""
     array = np.asarray(costs, np.int64)
-    total, dearest = int(array.sum()), int(array.max())
-    for lookahead in LOOKAHEADS:
-        if lookahead * samples_per_step * total >= 2 * dearest * ranks * len(array):
-            return lookahead
-    return LOOKAHEADS[-1]
+    return -(-DEAREST_SAMPLES * int(array.max()) * ranks * len(array) // int(array.sum()))

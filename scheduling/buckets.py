@@ -1,13 +1,14 @@
 """Batch sizes of the paper's policies: one per bucket, from a memory limit and a compute limit."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from adaptiveload.scheduling.cost import CostModel, IntArray
-from adaptiveload.scheduling.metrics import where_ranks_meet
+from adaptiveload.scheduling.metrics import load_cv, where_ranks_meet
 from adaptiveload.scheduling.samples import SampleTable
+from adaptiveload.scheduling.shapes import Shape
 
 COMPUTE_LIMIT_FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 EDGE = 1e-9  # relative; a quotient this near a whole number is that number, since S ** p carries rounding errors
@@ -50,22 +51,70 @@ def bucket_batch_size(
     return max(1, min(by_memory, by_compute))
 
 
-def bucket_batch_sizes(
-    shape_tokens: IntArray, memory_limit_tokens: int, max_samples: int, compute_limit: float, cost_exponent: float
-) -> IntArray:
-    """`bucket_batch_size` of every bucket, at most `max_samples`, int64 [num shapes]."""
-    sizes = [
-        bucket_batch_size(tokens, memory_limit_tokens, compute_limit, cost_exponent) for tokens in shape_tokens.tolist()
-    ]
-    return np.minimum(np.array(sizes, np.int64), max_samples)
-
-
 def mean_batch_size(shape_counts: IntArray, batch_sizes: IntArray) -> float:
     """Mean samples of a micro-batch in the long run; both int64 [num shapes]."""
     return float(shape_counts.sum() / (shape_counts / batch_sizes).sum())
 
 
-def simulated_tokens_per_s(
+@dataclass(frozen=True, eq=False)
+class Buckets:
+    """The buckets of a data set under one memory limit and one exponent.
+
+    Attributes:
+        table: Samples.
+        shape_counts: int64 [num shapes], training samples of each bucket.
+        memory_limit_tokens: Most tokens of a micro-batch.
+        text_memory_tokens: Tokens that take the memory of one sample's text.
+        max_samples: Most samples of a micro-batch.
+        cost_exponent: The paper's p.
+    """
+
+    table: SampleTable
+    shape_counts: IntArray
+    memory_limit_tokens: int
+    text_memory_tokens: int
+    max_samples: int
+    cost_exponent: float
+
+    def batch_sizes(self, factor: float) -> IntArray:
+        """Batch size of every bucket under M_comp = factor * S_max ** p, int64 [num shapes]; infinite is no limit."""
+        longest = int(self.table.shape_tokens[self.shape_counts > 0].max())
+        limit = factor * math.pow(longest, self.cost_exponent)
+        sizes = [self._batch_size(tokens, limit) for tokens in self.table.shape_tokens.tolist()]
+        return np.minimum(np.array(sizes, np.int64), self.max_samples)
+
+    def above_compute_limit(self, factor: float) -> list[Shape]:
+        """Shapes in use of which even one sample breaks the compute limit; the paper's max(1, .) hides them."""
+        longest = int(self.table.shape_tokens[self.shape_counts > 0].max())
+        edge = longest * math.pow(factor, 1 / self.cost_exponent) * (1 + EDGE)
+        return [
+            shape
+            for shape, tokens, count in zip(self.table.shapes, self.table.shape_tokens, self.shape_counts, strict=True)
+            if count and tokens > edge
+        ]
+
+    def _batch_size(self, seq_len: int, limit: float) -> int:
+        by_memory = bucket_batch_size(seq_len + self.text_memory_tokens, self.memory_limit_tokens)
+        return min(by_memory, bucket_batch_size(seq_len, by_memory * seq_len, limit, self.cost_exponent))
+
+    def curve(
+        self, cost_model: CostModel, ranks: int, slots_per_step: int, meet: str
+    ) -> dict[float, tuple[float, float]]:
+        """Simulated tokens per second and rank, and load CV, at each factor of M_comp that is tried."""
+        return {
+            factor: simulated_rate(
+                self.table, self.shape_counts, self.batch_sizes(factor), cost_model, ranks, slots_per_step, meet
+            )
+            for factor in COMPUTE_LIMIT_FACTORS
+        }
+
+    def best_factor(self, cost_model: CostModel, ranks: int, slots_per_step: int, meet: str) -> float:
+        """The factor of the highest simulated tokens/s; of several the lowest that has room for the longest sample."""
+        curve = self.curve(cost_model, ranks, slots_per_step, meet)
+        return max(curve, key=lambda factor: (curve[factor][0], factor >= 1))
+
+
+def simulated_rate(
     table: SampleTable,
     shape_counts: IntArray,
     batch_sizes: IntArray,
@@ -73,8 +122,8 @@ def simulated_tokens_per_s(
     ranks: int,
     slots_per_step: int,
     meet: str,
-) -> float:
-    """Tokens per second and rank if every rank draws full micro-batches at random, as often as its buckets fill.
+) -> tuple[float, float]:
+    """Tokens per second and rank, and load CV, if ranks draw full micro-batches at random, as often as buckets fill.
 
     Args:
         table: Samples.
@@ -91,34 +140,8 @@ def simulated_tokens_per_s(
     raw = np.random.Philox(key=0).random_raw(SIMULATED_STEPS * slots_per_step * peers)
     picked = np.minimum(np.searchsorted(edges, (raw >> np.uint64(11)) / 2.0**53, side="right"), len(edges) - 1)
     tokens = table.shape_tokens
-    per_sample = cost_model.sample_us(tokens, np.full(len(tokens), int(table.text_len.mean())))
+    per_sample = cost_model.sample_us(tokens, np.zeros_like(tokens))
     costs = cost_model.micro_batch_us(per_sample * batch_sizes)[picked].reshape(SIMULATED_STEPS, slots_per_step, peers)
-    wall_us = sum(float(where_ranks_meet(step, meet).max(axis=1).sum()) for step in costs)
-    return float((tokens * batch_sizes)[picked].sum()) / peers / wall_us * 1e6
-
-
-def best_compute_limit_factor(
-    table: SampleTable,
-    shape_counts: IntArray,
-    memory_limit_tokens: int,
-    max_samples: int,
-    cost_exponent: float,
-    cost_model: CostModel,
-    ranks: int,
-    slots_per_step: int,
-    meet: str,
-) -> float:
-    """The factor f of `COMPUTE_LIMIT_FACTORS` with the highest simulated tokens/s, the lowest of several."""
-
-    def rate(factor: float) -> float:
-        limit = compute_limit(table.shape_tokens, shape_counts, factor, cost_exponent)
-        sizes = bucket_batch_sizes(table.shape_tokens, memory_limit_tokens, max_samples, limit, cost_exponent)
-        return simulated_tokens_per_s(table, shape_counts, sizes, cost_model, ranks, slots_per_step, meet)
-
-    return max(COMPUTE_LIMIT_FACTORS, key=rate)
-
-
-def compute_limit(shape_tokens: IntArray, shape_counts: IntArray, factor: float, cost_exponent: float) -> float:
-    """M_comp = f * S_max ** p over the buckets that have samples, in tokens ** p."""
-    longest: NDArray[np.int64] = shape_tokens[shape_counts > 0]
-    return factor * math.pow(int(longest.max()), cost_exponent)
+    work = np.concatenate([where_ranks_meet(step, meet) for step in costs])
+    rate = float((tokens * batch_sizes)[picked].sum()) / peers / float(work.max(axis=1).sum()) * 1e6
+    return rate, load_cv(work, "slot")

@@ -6,11 +6,9 @@ cost can price a micro-batch of mixed shapes. Prices are integers, so that every
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from adaptiveload.scheduling.flops import (
@@ -100,6 +98,40 @@ class PowerCost:
         return round(self.a_us) + np.asarray(sum_of_sample_us, np.int64)
 
 
+@dataclass(frozen=True)
+class TableCost:
+    """Whole microseconds by length: what rank 0 sends to all ranks after a refit, so that every machine plans alike.
+
+    Attributes:
+        launch_floor_us: Least time of a micro-batch.
+        a_us: Fixed part of a micro-batch.
+        lengths: Tokens of a sample, rising.
+        prices_us: What a sample of each length adds to its micro-batch.
+    """
+
+    launch_floor_us: int
+    a_us: int
+    lengths: tuple[int, ...]
+    prices_us: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cost: CostModel, num_tokens: IntArray) -> "TableCost":
+        """`cost` for samples of the lengths in `num_tokens`."""
+        lengths = np.unique(num_tokens).astype(np.int64)
+        floor = int(cost.micro_batch_us(np.zeros(1, np.int64))[0])
+        prices = cost.sample_us(lengths, np.zeros_like(lengths))
+        return cls(floor, round(cost.a_us), tuple(lengths.tolist()), tuple(prices.tolist()))
+
+    def sample_us(self, num_tokens: IntArray, text_len: IntArray | NDArray[np.int32]) -> IntArray:
+        """int64 [n], what each sample adds to its micro-batch; the length must be one of `lengths`."""
+        where = np.searchsorted(self.lengths, num_tokens)
+        return np.array(self.prices_us, np.int64)[where]
+
+    def micro_batch_us(self, sum_of_sample_us: IntArray) -> IntArray:
+        """int64 [m], micro-batches whose samples add up to `sum_of_sample_us`."""
+        return np.maximum(self.launch_floor_us, self.a_us + np.asarray(sum_of_sample_us, np.int64))
+
+
 def _check_coefficients(cost: TwoTermCost | PowerCost) -> None:
     for name, value in vars(cost).items():
         if not (np.isfinite(value) and value >= 0):
@@ -108,23 +140,6 @@ def _check_coefficients(cost: TwoTermCost | PowerCost) -> None:
 
 def _whole_us(costs: NDArray[np.float64]) -> IntArray:
     return np.maximum(np.rint(costs).astype(np.int64), 1)
-
-
-def read_cost(path: str | Path) -> TwoTermCost | PowerCost:
-    """Cost model of the YAML file at `path`: its `form`, "two_term" or "power", and its `coefficients`.
-
-    Raises:
-        ValueError: If the form is unknown or a coefficient is missing, unknown, negative or not a number.
-    """
-    document: dict[str, Any] = yaml.safe_load(Path(path).read_text())
-    forms: dict[str, type[TwoTermCost] | type[PowerCost]] = {"two_term": TwoTermCost, "power": PowerCost}
-    form = document.get("form")
-    if form not in forms:
-        raise ValueError(f"{path}: form must be one of {', '.join(forms)}, got {form!r}")
-    try:
-        return forms[form](**{name: float(value) for name, value in document["coefficients"].items()})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: coefficients do not fit form {form!r}: {error}") from error
 
 
 # Sustained TFLOP/s in training: (matrix products, attention), bf16 on GPUs. h200 is what a least-squares fit of Wan

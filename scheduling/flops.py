@@ -40,6 +40,7 @@ class ModelDims:
 
 WAN_1_3B = ModelDims(hidden_size=1536, num_layers=30, num_heads=12, ffn_dim=8960)
 WAN_14B = ModelDims(hidden_size=5120, num_layers=40, num_heads=40, ffn_dim=13824)
+MODELS = {"wan_1_3b": WAN_1_3B, "wan_14b": WAN_14B}
 
 
 def wan_linear_flops_per_token(dims: ModelDims) -> int:

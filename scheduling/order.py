@@ -110,9 +110,12 @@ class EndlessOrder:
     def window(self, start: int, count: int) -> Draws:
         """Draws at positions `start` to `start + count - 1`; they may span several epochs."""
         assert min(start, count) >= 0
-        positions = np.arange(start, start + count, dtype=np.int64)
+        return self.at(np.arange(start, start + count, dtype=np.int64))
+
+    def at(self, positions: NDArray[np.int64]) -> Draws:
+        """Draws at `positions`, int64 [n], in that order."""
         epochs, offsets = np.divmod(positions, self.epoch_size)
-        rows = np.empty(count, np.int64)
+        rows = np.empty(len(positions), np.int64)
         for epoch in np.unique(epochs).tolist():
             in_epoch = epochs == epoch
             rows[in_epoch] = self._permutation(epoch)[offsets[in_epoch]]

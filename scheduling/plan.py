@@ -27,7 +27,8 @@ class StepPlan:
         weights: float64 [n], loss weight w_i of each draw.
         slots: `slots[g][r]` is the g-th micro-batch of rank r as indices into the arrays above: `()` is a filler,
             `None` says that rank r has no g-th micro-batch (only with `meet` "step"; they are the last of a rank).
-        costs_us: int64 [G, R], planned microseconds of each micro-batch, its fixed part included; 0 where None.
+        costs_us: int64 [G, R], planned microseconds of each micro-batch at its rank's speed, its fixed part included; 0
+            where None.
         num_tokens: int64 [G, R], tokens of each micro-batch, text not included; 0 for fillers.
         recompute: Recompute level of each slot, "none" or "full".
         normalizer: Z, the sum of `weights`; the loss of a micro-batch is (R / Z) * sum(w_i * l_i).

@@ -2,23 +2,26 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from adaptiveload.scheduling.assemble import StepAssembler
 from adaptiveload.scheduling.balanced import BalancedPolicy
-from adaptiveload.scheduling.buckets import best_compute_limit_factor, bucket_batch_sizes, compute_limit
-from adaptiveload.scheduling.cost import CostModel, IntArray
+from adaptiveload.scheduling.buckets import Buckets
+from adaptiveload.scheduling.cost import CostModel, IntArray, PowerCost
+from adaptiveload.scheduling.fit import power_law_of
+from adaptiveload.scheduling.metrics import idle_share, where_ranks_meet
 from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.paper_policies import BucketPolicy
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.samples import SampleTable
+from adaptiveload.scheduling.updates import CostHistory
 
 logger = logging.getLogger(__name__)
 
-POLICIES = ("balanced", "equal_token", "dual_constraint")
+POLICIES = ("balanced", "dual_constraint", "equal_token")
 
 
 @dataclass
@@ -29,13 +32,16 @@ class ScheduleConfig:
         policy: "balanced" (default), or the baselines of the paper: "equal_token" and "dual_constraint".
         samples_per_step: The global batch N: samples per optimizer step over all ranks. `balanced` keeps it exactly;
             the paper's policies take what their buckets give (see `slots_per_step`).
-        memory_limit_tokens: Most tokens of one micro-batch, text not included.
+        memory_limit_tokens: Most tokens of one micro-batch; None takes what the memory model says fits.
+        text_memory_tokens: Tokens that take the memory of one sample's text, counted against the limit; the trainer
+            sets it with the limit from the memory model.
         max_samples_per_micro_batch: Most samples of one micro-batch, however short they are.
         meet: Where ranks wait for each other: "slot", "step", or "auto" (the trainer chooses by memory).
         slots_per_step: Micro-batches per rank and step of the paper's policies.
-        cost_exponent: The paper's p, for `dual_constraint`.
+        cost_exponent: The paper's p, for `dual_constraint`; None takes that of the cost model.
         compute_limit_factor: f in compute_limit = f * S_max ** p; None takes the f of the highest simulated tokens/s.
         lookahead: Windows that `balanced` regroups by cost, an integer as text, or "auto" (see `resolve_lookahead`).
+        rank_speed: "auto" gives less work to a rank that is persistently slow, "off" the same to all.
         slot_overhead_us: Microseconds that one more slot costs; None takes the cost model's fixed part.
         order_block_size: Consecutive samples of the index that stay near each other in the shuffle.
         seed: Seed of the order.
@@ -46,13 +52,15 @@ class ScheduleConfig:
 
     policy: str = "balanced"
     samples_per_step: int = 64
-    memory_limit_tokens: int = 52_800
+    memory_limit_tokens: int | None = 52_800
+    text_memory_tokens: int = 0
     max_samples_per_micro_batch: int = 1024
     meet: str = "auto"
     slots_per_step: int = 4
-    cost_exponent: float = 1.45
+    cost_exponent: float | None = None
     compute_limit_factor: float | None = None
     lookahead: str = "1"
+    rank_speed: str = "auto"
     slot_overhead_us: int | None = None
     order_block_size: int = 32
     seed: int = 0
@@ -75,15 +83,20 @@ class Policy(Protocol):
 
 
 def build_policy(
-    config: ScheduleConfig, table: SampleTable, order: EndlessOrder, cost_model: CostModel, ranks: int, meet: str
+    config: ScheduleConfig,
+    table: SampleTable,
+    order: EndlessOrder,
+    costs: CostModel | CostHistory,
+    ranks: int,
+    meet: str,
 ) -> Policy:
     """The policy that `config` names, over `order`, whose ids are rows of `table`.
 
     Args:
-        config: See `ScheduleConfig`; `lookahead` must be a number by now (see `resolve_lookahead`).
+        config: See `ScheduleConfig`; `lookahead` and `memory_limit_tokens` must be numbers by now.
         table: All samples of the index.
         order: Order of the training samples.
-        cost_model: Prices samples and micro-batches in microseconds.
+        costs: Prices samples and micro-batches in microseconds; a history lets them change while a run goes on.
         ranks: Data-parallel ranks.
         meet: "slot" or "step": `config.meet` with "auto" resolved.
 
@@ -93,48 +106,98 @@ def build_policy(
     """
     check_config(config, ranks, meet)
     check_memory(config, table, order)
-    assembler = StepAssembler(table, cost_model, meet, config.recompute, config.loss_weight_exponent)
+    history = costs if isinstance(costs, CostHistory) else CostHistory(costs)
+    assembler = StepAssembler(table, history, meet, config.recompute, config.loss_weight_exponent)
     if config.policy == "balanced":
-        overhead_us = round(cost_model.a_us) if config.slot_overhead_us is None else config.slot_overhead_us
         return BalancedPolicy(
             assembler,
             order,
             ranks,
             config.samples_per_step,
-            config.memory_limit_tokens,
+            limit_of(config),
             config.max_samples_per_micro_batch,
-            overhead_us,
+            config.slot_overhead_us,
+            config.text_memory_tokens,
             int(config.lookahead),
         )
-    batch_sizes = paper_batch_sizes(config, table, order, cost_model, ranks, meet)
+    batch_sizes = paper_batch_sizes(config, table, order, history.initial, ranks, meet)
     return BucketPolicy(assembler, order, ranks, batch_sizes, config.slots_per_step)
+
+
+LOOKAHEADS = (1, 2, 4, 8, 16, 32, 64)
+ENOUGH_IDLE = 0.015  # windows whose ranks wait less than this are large enough: jitter alone makes ranks wait longer
+LOOKAHEAD_GAIN = 1.005  # a larger group of windows must be this much faster: it makes the lengths of steps vary more
+COMPARED_WINDOWS = LOOKAHEADS[-1]  # the same for all, so that all are compared on the same samples
+
+
+def resolve_lookahead(
+    config: ScheduleConfig, table: SampleTable, order: EndlessOrder, cost_model: CostModel, ranks: int, meet: str
+) -> int:
+    """Windows that `lookahead: auto` regroups: 1 where single windows are large enough for the ranks to be level.
+
+    Else the planner tries more, and the smallest number that comes near the highest planned tokens/s is taken. To be
+    asked once when a run starts, and kept: another lookahead is another order of samples.
+    """
+    best, best_rate = 1, 0.0
+    for lookahead in LOOKAHEADS:
+        trial = replace(config, policy="balanced", lookahead=str(lookahead), allow_oversize=True)
+        policy = build_policy(trial, table, order, cost_model, ranks, meet)
+        plans = [policy.plan(step) for step in range(COMPARED_WINDOWS)]
+        work = np.concatenate([where_ranks_meet(plan.costs_us, meet) for plan in plans])
+        rate = sum(int(plan.num_tokens.sum()) for plan in plans) / float(work.max(axis=1).sum())
+        if rate > best_rate * LOOKAHEAD_GAIN:
+            best, best_rate = lookahead, rate
+        if idle_share(work, "slot") <= ENOUGH_IDLE or lookahead > 4 * best:
+            break
+    return best
 
 
 def paper_batch_sizes(
     config: ScheduleConfig, table: SampleTable, order: EndlessOrder, cost_model: CostModel, ranks: int, meet: str
 ) -> IntArray:
     """Batch size of every bucket under the paper's policy that `config` names, int64 [num shapes]."""
-    tokens, counts = table.shape_tokens, bucket_counts(table, order)
-    limit = math.inf
+    buckets = buckets_of(config, table, order, cost_model)
+    factor = math.inf
     if config.policy == "dual_constraint":
-        factor = config.compute_limit_factor
-        if factor is None:
-            factor = best_compute_limit_factor(
-                table,
-                counts,
-                config.memory_limit_tokens,
-                config.max_samples_per_micro_batch,
-                config.cost_exponent,
-                cost_model,
-                ranks,
-                config.slots_per_step,
-                meet,
+        factor = config.compute_limit_factor or buckets.best_factor(cost_model, ranks, config.slots_per_step, meet)
+        logger.info("dual_constraint: compute_limit_factor %g, cost_exponent %.3f", factor, buckets.cost_exponent)
+        if too_long := buckets.above_compute_limit(factor):
+            logger.warning(
+                "dual_constraint: one sample of %s is above the compute limit at schedule.compute_limit_factor %g; "
+                "each runs alone and takes longer than other micro-batches",
+                ", ".join(map(str, too_long)),
+                factor,
             )
-            logger.info("dual_constraint: compute_limit_factor %g has the highest simulated tokens/s", factor)
-        limit = compute_limit(tokens, counts, factor, config.cost_exponent)
-    return bucket_batch_sizes(
-        tokens, config.memory_limit_tokens, config.max_samples_per_micro_batch, limit, config.cost_exponent
+    return buckets.batch_sizes(factor)
+
+
+def buckets_of(config: ScheduleConfig, table: SampleTable, order: EndlessOrder, cost_model: CostModel) -> Buckets:
+    """The buckets of an epoch of `order` and the limits that `config` sets them."""
+    exponent = config.cost_exponent
+    if exponent is None:
+        exponent = cost_exponent_of(cost_model, table.shape_tokens, limit_of(config))
+    return Buckets(
+        table,
+        bucket_counts(table, order),
+        limit_of(config),
+        config.text_memory_tokens,
+        config.max_samples_per_micro_batch,
+        exponent,
     )
+
+
+def cost_exponent_of(cost_model: CostModel, seq_lens: IntArray, memory_limit_tokens: int) -> float:
+    """The paper's p for `cost_model`: its own, or that of the nearest power law."""
+    if isinstance(cost_model, PowerCost):
+        return cost_model.exponent
+    return power_law_of(cost_model, seq_lens.tolist(), memory_limit_tokens).exponent
+
+
+def limit_of(config: ScheduleConfig) -> int:
+    """`memory_limit_tokens`, which must be known by now."""
+    if config.memory_limit_tokens is None:
+        raise ValueError("schedule.memory_limit_tokens is null and there is no memory model to take it from")
+    return config.memory_limit_tokens
 
 
 def bucket_counts(table: SampleTable, order: EndlessOrder) -> IntArray:
@@ -148,20 +211,23 @@ def check_config(config: ScheduleConfig, ranks: int, meet: str) -> None:
         ("schedule.policy", config.policy, POLICIES),
         ("schedule.meet", meet, ("slot", "step")),
         ("schedule.recompute", config.recompute, ("none", "full")),
+        ("schedule.rank_speed", config.rank_speed, ("auto", "off")),
     ):
         if value not in known:
             raise ValueError(f"{key} must be one of {', '.join(known)}, got {value!r}")
     for key, number in (
-        ("schedule.memory_limit_tokens", config.memory_limit_tokens),
+        ("schedule.memory_limit_tokens", limit_of(config)),
         ("schedule.max_samples_per_micro_batch", config.max_samples_per_micro_batch),
         ("schedule.slots_per_step", config.slots_per_step),
-        ("schedule.cost_exponent", config.cost_exponent),
+        ("schedule.cost_exponent", 1 if config.cost_exponent is None else config.cost_exponent),
         ("schedule.compute_limit_factor", 1 if config.compute_limit_factor is None else config.compute_limit_factor),
     ):
         if not (math.isfinite(number) and number > 0):
             raise ValueError(f"{key} must be positive, got {number}")
     if not math.isfinite(config.loss_weight_exponent):
         raise ValueError(f"schedule.loss_weight_exponent must be a finite number, got {config.loss_weight_exponent}")
+    if config.text_memory_tokens < 0:
+        raise ValueError(f"schedule.text_memory_tokens must not be negative, got {config.text_memory_tokens}")
     if config.slot_overhead_us is not None and config.slot_overhead_us < 0:
         raise ValueError(f"schedule.slot_overhead_us must not be negative, got {config.slot_overhead_us}")
     if not config.lookahead.isdecimal() or int(config.lookahead) < 1:
@@ -178,8 +244,8 @@ def check_config(config: ScheduleConfig, ranks: int, meet: str) -> None:
 
 def check_memory(config: ScheduleConfig, table: SampleTable, order: EndlessOrder) -> None:
     """Raise ValueError if a sample of `order` is above the memory limit, or warn if the configuration allows it."""
-    tokens = table.num_tokens[order.ids]
-    num_above = int((tokens > config.memory_limit_tokens).sum())
+    tokens = table.num_tokens[order.ids] + config.text_memory_tokens
+    num_above = int((tokens > limit_of(config)).sum())
     if not num_above:
         return
     worst = order.ids[int(tokens.argmax())]

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
+MIX_ORDERS = ("random", "clustered")
 MIX_TEXT_LEN = 512  # a mix says nothing about captions; Wan pads every caption to 512 rows
 
 
@@ -19,7 +20,7 @@ class SampleTable:
     """Columns of the samples of one data set, in the order of its index.
 
     Attributes:
-        keys: str [n], unique name of each sample.
+        keys: str [n], name of each sample, unique but for a mix.
         sources: str [n], the video or picture that a sample was cut from.
         shapes: Distinct pixel shapes, sorted.
         shape_ids: int32 [n], index into `shapes`: the sample's bucket.
@@ -43,6 +44,15 @@ class SampleTable:
         tokens = np.zeros(len(self.shapes), np.int64)
         tokens[self.shape_ids] = self.num_tokens
         return tokens
+
+    @classmethod
+    def of_lengths(cls, num_tokens: NDArray[np.int64], counts: NDArray[np.int64]) -> "SampleTable":
+        """Table of `counts` samples of each length, both int64 [num shapes], whose shapes nobody asks for."""
+        shapes = tuple(Shape(1, 1, int(tokens)) for tokens in num_tokens)
+        shape_ids = np.repeat(np.arange(len(shapes)), counts).astype(np.int32)
+        names = np.array([f"{tokens} tokens" for tokens in num_tokens], object)[shape_ids]
+        text_len = np.full(len(shape_ids), MIX_TEXT_LEN, np.int32)
+        return cls(names, names, shapes, shape_ids, np.asarray(num_tokens, np.int64)[shape_ids], text_len)
 
     @classmethod
     def from_columns(
@@ -80,26 +90,46 @@ class SampleTable:
     def from_mix(
         cls, path: str | Path, num_samples: int, seed: int, geometry: LatentGeometry | None = None
     ) -> "SampleTable":
-        """Table of `num_samples` random samples of the shape mix at `path`, to simulate with. Each is its own source.
+        """Table of `num_samples` random samples of the shape mix at `path`, to simulate with.
+
+        A mix is YAML with `shapes:`, a list of frames, height, width and share of the samples each, and an optional
+        `order:`: "random" (default), or "clustered", where samples of one length lie side by side in the index, as in
+        a data set that was written source by source. Samples are named and sourced by their shape.
 
         Raises:
-            ValueError: If `num_samples` is not positive, or the file is no mix (`shapes:` with frames, height, width
-                and a positive share each).
+            ValueError: If `num_samples` is not positive, or the file is no mix.
         """
         if num_samples < 1:
             raise ValueError(f"a mix needs a positive number of samples, got {num_samples}")
+        geometry = geometry or LatentGeometry()
         document = yaml.safe_load(Path(path).read_text())
         try:
-            rows = [(int(row["frames"]), int(row["height"]), int(row["width"])) for row in document["shapes"]]
+            rows = [Shape(int(row["frames"]), int(row["height"]), int(row["width"])) for row in document["shapes"]]
             shares = np.array([float(row["share"]) for row in document["shapes"]])
-        except (KeyError, TypeError) as error:
+            order = document.get("order", "random")
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no shape mix: every shape needs frames, height, width and share") from error
         if not len(shares) or not (shares > 0).all():
             raise ValueError(f"{path}: every share must be positive")
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"{path}: a shape is given twice")
+        if order not in MIX_ORDERS:
+            raise ValueError(f"{path}: order must be one of {', '.join(MIX_ORDERS)}, got {order!r}")
+        tokens_of = np.array([geometry.num_tokens(shape) for shape in rows], np.int64)
         edges = np.cumsum(shares) / shares.sum()
         uniform = (np.random.Philox(key=seed).random_raw(num_samples) >> np.uint64(11)) / 2.0**53
-        picked = np.array(rows)[np.minimum(np.searchsorted(edges, uniform, side="right"), len(rows) - 1)]
-        keys = [f"{Path(path).stem}-{number:09d}" for number in range(num_samples)]
-        frames, heights, widths = picked.T
-        text_lens = np.full(num_samples, MIX_TEXT_LEN)
-        return cls.from_columns(keys, keys, frames, heights, widths, text_lens, geometry or LatentGeometry())
+        drawn = np.minimum(np.searchsorted(edges, uniform, side="right"), len(rows) - 1)
+        if order == "clustered":
+            drawn = drawn[np.argsort(tokens_of[drawn], kind="stable")]
+        present = sorted(np.unique(drawn).tolist(), key=lambda row: rows[row])
+        shape_of_row = np.zeros(len(rows), np.int32)
+        shape_of_row[present] = np.arange(len(present))
+        names = np.array([f"{Path(path).stem}-{shape}" for shape in rows], object)[drawn]
+        return cls(
+            names,
+            names,
+            tuple(rows[row] for row in present),
+            shape_of_row[drawn],
+            tokens_of[drawn],
+            np.full(num_samples, MIX_TEXT_LEN, np.int32),
+        )

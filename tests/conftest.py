@@ -55,7 +55,8 @@ def run_config(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "text_len": 8,
             "freq_dim": 16,
         },
-        "schedule": {"samples_per_step": 12, "memory_limit_tokens": 128},
+        "schedule": {"samples_per_step": 12, "memory_limit_tokens": 128, "rank_speed": "off"},
+        "cost": {"adaptive": False},  # plans that do not depend on how busy the machine is
         "optimizer": {"lr": 1e-3, "warmup_steps": 0},
         "checkpoint": {"every_steps": 5},
         "evaluation": {"every_steps": 10},

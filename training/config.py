@@ -69,7 +69,7 @@ class RunConfig:
             raise ValueError(f"max_steps={self.max_steps} must be at least 1")
         if not self.name or "/" in self.name:
             raise ValueError(f"name={self.name!r} must be a folder name")
-        for part in (self.data, self.optimizer, self.ema, self.checkpoint, self.evaluation, self.tracking):
+        for part in (self.data, self.cost, self.optimizer, self.ema, self.checkpoint, self.evaluation, self.tracking):
             part.check()
 
 

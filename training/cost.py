@@ -1,13 +1,20 @@
-"""Which cost model the planner gets: the analytic prior of the run's model on a named GPU."""
+"""Which cost and memory models a run plans with: a fitted file, or priors from the model's sizes on a named GPU."""
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+import psutil
 import torch
 
 from adaptiveload.models.wan import WanConfig
-from adaptiveload.scheduling.cost import GPU_TFLOPS, TwoTermCost, analytic_prior
+from adaptiveload.scheduling.cost import GPU_TFLOPS, PowerCost, TwoTermCost, analytic_prior
+from adaptiveload.scheduling.cost_file import LAWS, CostFile
+from adaptiveload.scheduling.fit import power_law_of
 from adaptiveload.scheduling.flops import ModelDims
+from adaptiveload.scheduling.memory import MemoryModel, memory_prior
+
+logger = logging.getLogger(__name__)
 
 # Vendors' data sheets; decides `schedule.meet: auto`. On a CPU it is the machine's own.
 GPU_MEMORY_BYTES = {"h200": 141e9, "h100": 80e9, "a100": 80e9, "l40s": 48e9}
@@ -15,9 +22,51 @@ GPU_MEMORY_BYTES = {"h200": 141e9, "h100": 80e9, "a100": 80e9, "l40s": 48e9}
 
 @dataclass
 class CostConfig:
-    """`gpu` names the entry of the prior's rate table; "auto" asks the device."""
+    """How micro-batches are priced.
 
+    Attributes:
+        file: YAML of scripts.fit_cost_model; None prices by FLOPs.
+        law: "two_term" (additive, prices mixed micro-batches) or "power" (the paper's).
+        allow_mismatch: Use a file that was fitted for another GPU, model, layout or torch.
+        gpu: Without a file, the entry of the prior's rate table; "auto" asks the device.
+        adaptive: Refit to the micro-batches that run, so that a wrong prior heals.
+        refit_every_steps: Steps between refits. A refit takes effect once no plan made ahead is left.
+        tolerance: A refit that changes no price by more than this share is dropped.
+    """
+
+    file: str | None = None
+    law: str = "two_term"
+    allow_mismatch: bool = False
     gpu: str = "auto"
+    adaptive: bool = True
+    refit_every_steps: int = 5
+    tolerance: float = 0.05
+
+    def check(self) -> None:
+        """Raise ValueError for a value outside its range, naming the key."""
+        if self.law not in LAWS:
+            raise ValueError(f"cost.law={self.law!r}: use {' or '.join(LAWS)}")
+        if self.refit_every_steps < 1:
+            raise ValueError(f"cost.refit_every_steps={self.refit_every_steps} must be at least 1")
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"cost.tolerance={self.tolerance} must be in [0, 1)")
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """Models that a run starts with.
+
+    Attributes:
+        cost: Prices micro-batches.
+        memory: Predicts their memory.
+        source: Where they come from, for a reader.
+        is_memory_measured: Whether the memory model was fitted; a prior is an estimate.
+    """
+
+    cost: TwoTermCost | PowerCost
+    memory: MemoryModel
+    source: str
+    is_memory_measured: bool
 
 
 def model_dims(model: WanConfig) -> ModelDims:
@@ -36,7 +85,7 @@ def model_dims(model: WanConfig) -> ModelDims:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the device as the prior's rate table and the reports have it."""
+    """Name of the device as cost files, the prior's rate table and the reports have it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -44,16 +93,83 @@ def resolve_gpu(config: CostConfig, device: torch.device) -> str:
     """The entry of the rate table that `cost.gpu` names, or that the device's name contains.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, and no cost file either that would do without.
     """
     name = device_name(device).lower() if config.gpu == "auto" else config.gpu
     if config.gpu == "auto":
         name = next((known for known in GPU_TFLOPS if known in name), name)
-    if name not in GPU_TFLOPS:
+    if name not in GPU_TFLOPS and config.file is None:
         raise ValueError(f"no rates for {name!r}: set cost.gpu to the nearest of {', '.join(GPU_TFLOPS)}")
     return name
 
 
-def build_cost_model(gpu: str, model: WanConfig, recompute: str) -> TwoTermCost:
-    """Cost model of a micro-batch on `gpu`, an entry of the rate table, in microseconds."""
-    return analytic_prior(model_dims(model), gpu, recompute)
+def device_memory_bytes(gpu: str, device: torch.device) -> int:
+    """All memory of the device; without one, that of `gpu` by its data sheet, and the host's on CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(GPU_MEMORY_BYTES.get(gpu, psutil.virtual_memory().total))
+
+
+def provenance(
+    model: WanConfig, gpu: str, device: torch.device, precision: str, meet: str, ranks: int
+) -> dict[str, object]:
+    """What a cost file is fitted for, but for the recompute level, which its layout gets as well."""
+    return {
+        "gpu": device_name(device) if device.type == "cuda" else gpu,
+        "model": asdict(model_dims(model)),
+        "layout": {"precision": precision, "meet": meet, "ranks": ranks},
+        "versions": {"torch": torch.__version__},
+    }
+
+
+def build_models(
+    config: CostConfig,
+    model: WanConfig,
+    gpu: str,
+    device: torch.device,
+    *,
+    precision: str,
+    meet: str,
+    recompute: str,
+    ranks: int,
+    seq_lens: list[int],
+    memory_limit_tokens: int | None,
+) -> RunModels:
+    """Cost and memory models of a run on `ranks` ranks.
+
+    Args:
+        config: See `CostConfig`.
+        model: Sizes of the model.
+        gpu: From `resolve_gpu`.
+        device: Whose name a cost file must be for; on CPU, `gpu`.
+        precision: As in the run's configuration.
+        meet: "slot" or "step".
+        recompute: "none" or "full".
+        ranks: Ranks that share weights and states.
+        seq_lens: Lengths of the data set, over which the power law is fitted to a prior.
+        memory_limit_tokens: The user's limit, if any, for the same.
+
+    Raises:
+        ValueError: If the file is unreadable, lacks the law, or was fitted for something else.
+    """
+    memory = memory_prior(model_dims(model), recompute, meet, ranks)
+    if config.file is None:
+        prior = analytic_prior(model_dims(model), gpu, recompute)
+        limit = memory_limit_tokens or 2 * max(seq_lens)
+        cost = prior if config.law == "two_term" else power_law_of(prior, seq_lens, limit)
+        return RunModels(cost, memory, "a prior from FLOPs, not measured", False)
+    file = CostFile.read(config.file)
+    here = provenance(model, gpu, device, precision, meet, ranks)
+    layout = {**here["layout"], "recompute": recompute}  # type: ignore[dict-item]
+    mismatches = file.mismatches(here["gpu"], here["model"], layout, here["versions"])  # type: ignore[arg-type]
+    if mismatches:
+        message = f"{config.file} was fitted for something else: {'; '.join(mismatches)}"
+        if not config.allow_mismatch:
+            raise ValueError(f"{message}. Fit one here (scripts.benchmark_shapes), or set cost.allow_mismatch=true")
+        logger.warning("%s; used all the same (cost.allow_mismatch)", message)
+    return RunModels(
+        file.law(config.law),
+        file.memory or memory,
+        f"{config.file}, law {config.law}",
+        file.memory is not None,
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 from adaptiveload.models.flow_matching import noisy_latents, per_sample_loss, timesteps, velocity_target
 from adaptiveload.models.packing import PackedBatch
 from adaptiveload.models.wan import WanTransformer
-from adaptiveload.scheduling.cost import TwoTermCost
+from adaptiveload.scheduling.cost import CostModel
 from adaptiveload.scheduling.planner import plan_step
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.training.distributed import Ranks, reshard
@@ -59,7 +59,7 @@ class HeldOut:
         ids: Sequence[int],
         table: SampleTable,
         dataset: MicroBatchDataset,
-        cost_model: TwoTermCost,
+        cost_model: CostModel,
         memory_limit_tokens: int,
         ranks: Ranks,
         config: EvaluationConfig,

@@ -153,6 +153,7 @@ class PlannedFeed:
 
     Attributes:
         wait_s: Seconds that the training process has waited for workers so far.
+        plans_ahead: Most steps that are planned before the one that runs has ended: workers hold so many micro-batches.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class PlannedFeed:
         self.dataset = dataset
         self.rank = rank
         self.wait_s = 0.0
+        self.plans_ahead = config.num_workers * config.prefetch
         sampler = _PlanSampler(policy, rank, steps)
         self._plans = sampler.plans
         self._batches = iter(

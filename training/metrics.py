@@ -83,6 +83,7 @@ def step_metrics(
         "perf/memory_peak_gib": float(measured.memory_peak_gib.max()),
         "imbalance/load_cv": load_cv(plan.costs_us, plan.meet),
         "imbalance/idle_share_planned": idle_share(plan.costs_us, plan.meet),
+        "imbalance/cost_error": cost_error(plan, measured.busy_s),
         "imbalance/step_time_cv": load_cv(measured.busy_s, "step"),
         "imbalance/slot_time_cv": load_cv(measured.busy_s, "slot"),
         "imbalance/idle_share": idle_share(measured.busy_s, plan.meet),
@@ -99,6 +100,17 @@ def step_metrics(
         metrics[f"rank/{rank:03d}/busy_s"] = float(busy_s)
         metrics[f"rank/{rank:03d}/step_s"] = float(wall_s)
     return metrics
+
+
+def cost_error(plan: StepPlan, busy_s: np.ndarray) -> float:
+    """Median over the step's micro-batches of |planned / busy - 1|; fillers are left out."""
+    pairs = [
+        (plan.costs_us[g, rank] / 1e6, busy_s[g, rank])
+        for g, slot in enumerate(plan.slots)
+        for rank, members in enumerate(slot)
+        if members and busy_s[g, rank] > 0
+    ]
+    return float(np.median([abs(planned / busy - 1) for planned, busy in pairs])) if pairs else 0.0
 
 
 def schedule_record(plan: StepPlan, measured: StepMeasurement, table: SampleTable) -> dict[str, Any]:

@@ -4,26 +4,26 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-import psutil
 import torch
 
 from adaptiveload.data.index import ShardIndex
 from adaptiveload.data.reader import SampleReader
 from adaptiveload.models.wan import WanConfig, WanTransformer
-from adaptiveload.scheduling.balanced import resolve_lookahead
 from adaptiveload.scheduling.order import EndlessOrder, held_out_mask
 from adaptiveload.scheduling.plan import StepPlan
-from adaptiveload.scheduling.policies import Policy, build_policy
+from adaptiveload.scheduling.policies import Policy, ScheduleConfig, build_policy, limit_of, resolve_lookahead
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry
+from adaptiveload.scheduling.updates import CostHistory, ScheduleUpdate
+from adaptiveload.training.adaptation import Adaptation
 from adaptiveload.training.checkpoint import Checkpointer, read_state
 from adaptiveload.training.config import RunConfig, save_config
-from adaptiveload.training.cost import GPU_MEMORY_BYTES, build_cost_model, resolve_gpu
-from adaptiveload.training.distributed import Ranks, shard_model
+from adaptiveload.training.cost import RunModels, build_models, device_memory_bytes, resolve_gpu
+from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.ema import Ema
 from adaptiveload.training.evaluation import HeldOut
 from adaptiveload.training.feed import LostSamples, MicroBatchDataset, PlannedFeed
-from adaptiveload.training.optimizer import build_optimizer
+from adaptiveload.training.live_step import build_model
 from adaptiveload.training.step_timer import StepTimer
 from adaptiveload.training.tracker import Tracker
 
@@ -41,7 +41,10 @@ class Schedule:
         index: The dataset.
         table: Its samples as the scheduler sees them.
         train_ids, held_out_ids: int64 rows of the index.
+        order: Order of the training samples.
         policy: Plans steps.
+        models: Cost and memory models that the run starts with.
+        history: Cost model of every step; it grows while the run adapts.
         meet: "slot" or "step".
         identity: What a resumed run must have in common with the one that saved.
         config: The run's configuration with every "auto" of the schedule replaced by what it came to.
@@ -51,10 +54,18 @@ class Schedule:
     table: SampleTable
     train_ids: np.ndarray
     held_out_ids: np.ndarray
+    order: EndlessOrder
     policy: Policy
+    models: RunModels
+    history: CostHistory
     meet: str
     identity: dict[str, object]
     config: RunConfig
+
+    @property
+    def settings(self) -> ScheduleConfig:
+        """The schedule's part of `config`."""
+        return self.config.schedule
 
 
 @dataclass
@@ -71,13 +82,19 @@ class Run:
     checkpointer: Checkpointer
     held_out: HeldOut
     feed: PlannedFeed
+    adaptation: Adaptation
     lost: LostSamples
     tracker: Tracker | None
     first_step: int
 
     def saved_state(self, position: int) -> dict[str, object]:
         """What a checkpoint keeps beside tensors. Random numbers are keyed by seed, epoch and sample: no state."""
-        return {"position": position, "num_lost": self.lost.total, **self.schedule.identity}
+        return {
+            "position": position,
+            "num_lost": self.lost.total,
+            **self.schedule.identity,
+            "adaptation": self.adaptation.state(),
+        }
 
 
 def model_geometry(model: WanConfig) -> LatentGeometry:
@@ -86,13 +103,13 @@ def model_geometry(model: WanConfig) -> LatentGeometry:
 
 
 def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: dict[str, object] | None) -> Schedule:
-    """Index, split, order, cost model and policy of a run on `ranks` ranks.
+    """Index, split, order, models and policy of a run on `ranks` ranks.
 
     Args:
         config: The run's configuration.
         ranks: Data-parallel ranks to plan for.
         device: Whose prior prices the samples when `cost.gpu` is "auto".
-        saved: The state beside the checkpoint that is resumed, whose lookahead stays.
+        saved: The state beside the checkpoint that is resumed, whose lookahead and history of costs stay.
 
     Raises:
         ValueError: If the data set is absent, damaged or does not fit the model, or the schedule cannot be kept.
@@ -114,17 +131,38 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
     held_out = held_out_mask(table.sources, config.data.held_out_share, config.seed)
     train_ids, held_out_ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     gpu = resolve_gpu(config.cost, device)
-    cost_model = build_cost_model(gpu, config.model, config.schedule.recompute)
-    meet = _resolve_meet(config, gpu)
+    meet = resolve_meet(config, gpu, device)
+    models = build_models(
+        config.cost,
+        config.model,
+        gpu,
+        device,
+        precision=config.precision,
+        meet=meet,
+        recompute=config.schedule.recompute,
+        ranks=ranks,
+        seq_lens=np.unique(table.num_tokens).tolist(),
+        memory_limit_tokens=config.schedule.memory_limit_tokens,
+    )
+    schedule_config = replace(config.schedule, meet=meet)
+    if schedule_config.memory_limit_tokens is None:
+        limit = models.memory.max_tokens(device_memory_bytes(gpu, device))
+        schedule_config = replace(
+            schedule_config, memory_limit_tokens=limit, text_memory_tokens=models.memory.text_tokens
+        )
+    order = EndlessOrder(train_ids, config.schedule.seed, block_size=config.schedule.order_block_size)
     lookahead = config.schedule.lookahead
     if lookahead == "auto":
-        costs = cost_model.sample_us(table.num_tokens[train_ids], table.text_len[train_ids])
         lookahead = str(
-            saved["schedule.lookahead"] if saved else resolve_lookahead(costs, config.schedule.samples_per_step, ranks)
+            saved["schedule.lookahead"]
+            if saved
+            else resolve_lookahead(schedule_config, table, order, models.cost, ranks, meet)
         )
-    schedule_config = replace(config.schedule, lookahead=lookahead, meet=meet)
-    order = EndlessOrder(train_ids, config.schedule.seed, block_size=config.schedule.order_block_size)
-    policy = build_policy(schedule_config, table, order, cost_model, ranks, meet)
+    schedule_config = replace(schedule_config, lookahead=lookahead)
+    adaptation = saved.get("adaptation") if saved else None
+    updates = adaptation["updates"] if isinstance(adaptation, dict) else []
+    history = CostHistory(models.cost, [ScheduleUpdate.from_json(record) for record in updates])
+    policy = build_policy(schedule_config, table, order, history, ranks, meet)
     identity: dict[str, object] = {
         "data_fingerprint": index.fingerprint,
         "seed": config.seed,
@@ -137,7 +175,7 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         "model": json.loads(json.dumps(asdict(config.model))),
     }
     resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
-    return Schedule(index, table, train_ids, held_out_ids, policy, meet, identity, resolved)
+    return Schedule(index, table, train_ids, held_out_ids, order, policy, models, history, meet, identity, resolved)
 
 
 def build_run(config: RunConfig, ranks: Ranks) -> Run:
@@ -153,13 +191,8 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     if ranks.is_main:
         schedule.index.verify()
     ranks.barrier()
-    # Drawn on the CPU: equal weights on all ranks, and on every kind of device, before they are sharded.
-    torch.manual_seed(config.seed)
-    model = WanTransformer(config.model).to(ranks.device)
-    shard_model(model, ranks, config.precision)
-    timer = StepTimer(ranks.device)
-    timer.attach(model.fsdp_units()[1])
-    optimizer = build_optimizer(model, config.optimizer)  # after sharding: it must hold the shards
+
+    model, timer, optimizer = build_model(config, ranks)
     ema = Ema(model, config.ema)
     checkpointer = Checkpointer(folder, config.checkpoint, ranks, model, optimizer, ema)
     first_step, num_lost = 0, 0
@@ -180,6 +213,17 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     geometry = model_geometry(config.model)
     training = MicroBatchDataset(reader, geometry, config.objective, config.seed)
     evaluation = MicroBatchDataset(reader, geometry, config.objective, config.seed, text_dropout=False)
+    feed = PlannedFeed(
+        training,
+        schedule.policy,
+        ranks.rank,
+        range(first_step, config.max_steps),
+        config.data,
+        pin_memory=ranks.device.type == "cuda",
+    )
+    adaptation = Adaptation(config.cost, schedule, schedule.models.cost, ranks, feed.plans_ahead)
+    if saved is not None and "adaptation" in saved:
+        adaptation.load(saved["adaptation"])  # type: ignore[arg-type]
     return Run(
         config=config,
         ranks=ranks,
@@ -193,19 +237,13 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
             schedule.held_out_ids,
             schedule.table,
             evaluation,
-            build_cost_model(schedule.config.cost.gpu, config.model, "none"),
-            config.schedule.memory_limit_tokens,
+            schedule.models.cost,
+            limit_of(schedule.settings),
             ranks,
             config.evaluation,
         ),
-        feed=PlannedFeed(
-            training,
-            schedule.policy,
-            ranks.rank,
-            range(first_step, config.max_steps),
-            config.data,
-            pin_memory=ranks.device.type == "cuda",
-        ),
+        feed=feed,
+        adaptation=adaptation,
         lost=lost,
         tracker=Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps)
         if ranks.is_main
@@ -239,14 +277,15 @@ def _check_position(schedule: Schedule, first_step: int, position: int) -> None:
         raise ValueError(
             f"the checkpoint stands at sample {position}, but step {first_step} of this schedule begins at {planned}: "
             "with the paper's policies a resumed run must keep its number of ranks, schedule.memory_limit_tokens, "
-            "schedule.slots_per_step, schedule.cost_exponent, schedule.compute_limit_factor and cost.gpu"
+            "schedule.slots_per_step, schedule.cost_exponent, schedule.compute_limit_factor and its cost model"
         )
 
 
-def _resolve_meet(config: RunConfig, gpu: str) -> str:
+def resolve_meet(config: RunConfig, gpu: str, device: torch.device) -> str:
+    """Where ranks meet: as configured, or "auto": "step" where gathered weights and gradients fit, else "slot"."""
     if config.schedule.meet != "auto":
         return config.schedule.meet
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in WanTransformer(config.model).parameters())
-    memory = GPU_MEMORY_BYTES.get(gpu, psutil.virtual_memory().total)
+    memory = device_memory_bytes(gpu, device)
     return "step" if parameters * _UNSHARDED_BYTES_PER_PARAMETER <= _UNSHARDED_SHARE * memory else "slot"

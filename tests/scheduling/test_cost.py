@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from adaptiveload.scheduling.cost import GPU_TFLOPS, PowerCost, TwoTermCost, analytic_prior, read_cost
+from adaptiveload.scheduling.cost import GPU_TFLOPS, PowerCost, TableCost, TwoTermCost, analytic_prior
 from adaptiveload.scheduling.flops import WAN_1_3B, WAN_14B, wan_forward_flops, wan_train_flops
 from adaptiveload.scheduling.metrics import idle_share, load_cv, straggler
 
@@ -50,16 +50,13 @@ def test_prior_comes_near_the_measured_fit():
     assert "cpu" in GPU_TFLOPS
 
 
-def test_cost_files(tmp_path):
-    assert read_cost("configs/costs/wan_1_3b.yaml") == TwoTermCost(60_000, 60_000, 0, 23.07, 0.001659)
-    assert read_cost("configs/costs/wan_14b.yaml").a_us == 300_000
-    path = tmp_path / "cost.yaml"
-    path.write_text("form: power\ncoefficients: {a_us: 1, b_us: 2, exponent: 1.4}\n")
-    assert read_cost(path) == PowerCost(1, 2, 1.4)
-    for text, message in (("form: cubic", "cubic"), ("form: power\ncoefficients: {a_us: 1}", "do not fit")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            read_cost(path)
+def test_table_cost_prices_as_the_law_it_was_made_of():
+    law = TwoTermCost(launch_floor_us=900, a_us=100, c0_us=5, b1_us=0.5, b2_us=0.01)
+    tokens = np.array([10, 400, 100, 100])
+    table = TableCost.of(law, tokens)
+    assert table.sample_us(tokens, TEXT).tolist() == law.sample_us(tokens, TEXT).tolist()
+    sums = np.array([0, 799, 5000])
+    assert table.micro_batch_us(sums).tolist() == law.micro_batch_us(sums).tolist()
 
 
 def test_metrics():

@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,17 +7,24 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from adaptiveload.scheduling.balanced import resolve_lookahead
-from adaptiveload.scheduling.buckets import best_compute_limit_factor, bucket_batch_size
-from adaptiveload.scheduling.cost import TwoTermCost, read_cost
+from adaptiveload.scheduling.balanced import enough_samples_per_step
+from adaptiveload.scheduling.buckets import Buckets, bucket_batch_size
+from adaptiveload.scheduling.cost import TwoTermCost
+from adaptiveload.scheduling.cost_file import CostFile
 from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
 from adaptiveload.scheduling.order import EndlessOrder
-from adaptiveload.scheduling.policies import POLICIES, ScheduleConfig, bucket_counts, build_policy, paper_batch_sizes
+from adaptiveload.scheduling.policies import (
+    POLICIES,
+    ScheduleConfig,
+    bucket_counts,
+    build_policy,
+    paper_batch_sizes,
+    resolve_lookahead,
+)
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry
-from scripts.simulate import main
 
-COST = read_cost("configs/costs/wan_1_3b.yaml")
+COST = CostFile.read("configs/costs/wan_1_3b.yaml").law("two_term")
 RANKS = 16
 
 
@@ -30,7 +36,9 @@ def mixed(num_samples):
 
 def mixed_policy(num_samples, meet="slot", ranks=RANKS, **options):
     table, order = mixed(num_samples)
-    config = ScheduleConfig(samples_per_step=28 * RANKS, **{"memory_limit_tokens": 105_600, **options})
+    config = ScheduleConfig(
+        samples_per_step=28 * RANKS, **{"memory_limit_tokens": 105_600, "cost_exponent": 1.45, **options}
+    )
     return build_policy(config, table, order, COST, ranks, meet)
 
 
@@ -82,7 +90,12 @@ def test_paper_policies_come_to_the_imbalance_that_the_paper_reports():
 def test_compute_limit_factor_is_the_one_of_highest_tokens_per_s(meet):
     table, order = mixed(480_000)
     counts = bucket_counts(table, order)
-    assert best_compute_limit_factor(table, counts, 105_600, 1024, 1.45, COST, RANKS, 4, meet) == 1.25
+    buckets = Buckets(table, counts, 105_600, 0, 1024, 1.45)
+    assert buckets.best_factor(COST, RANKS, 4, meet) == 1.25
+    curve = buckets.curve(COST, RANKS, 4, "slot")
+    assert curve[1.25][1] == pytest.approx(0.15, abs=0.02)  # load CV, as the paper's 18.9 % of its own setting
+    assert curve[1.0][1] == pytest.approx(0.29, abs=0.03)
+    assert curve[2.0][1] == pytest.approx(0.40, abs=0.04)
 
 
 # Promises of every policy.
@@ -184,9 +197,19 @@ def test_lookahead_gathers_like_samples_and_loses_none():
     assert len(set(dearest)) > 1  # the order of the new windows is shuffled
 
 
-def test_lookahead_is_the_smallest_with_work_for_two_dearest_samples():
-    costs = np.array([1] * 9 + [11])  # mean 2; a rank's work per step is 2 * samples / ranks, wanted is 22
-    assert [resolve_lookahead(costs, 8 * n, 8) for n in (11, 10, 6, 5, 3, 2, 1)] == [1, 2, 2, 4, 4, 8, 8]
+def test_enough_samples_are_work_for_two_dearest_on_every_rank():
+    costs = np.array([1] * 9 + [11])  # mean 2, so 11 samples a rank are worth two of the dearest
+    assert enough_samples_per_step(costs, 8) == 88
+    assert enough_samples_per_step(costs, 1) == 11
+
+
+def test_lookahead_auto_regroups_only_where_windows_are_too_small():
+    table, order = mixed(3000)
+    config = ScheduleConfig(samples_per_step=28 * RANKS, memory_limit_tokens=105_600, lookahead="auto")
+    assert resolve_lookahead(config, table, order, COST, RANKS, "slot") == 1
+    rare = SampleTable.from_mix("configs/mixes/worst_one_in_112.yaml", 40_000, seed=0)
+    rare_order = EndlessOrder(np.arange(40_000), seed=0)
+    assert resolve_lookahead(config, rare, rare_order, COST, RANKS, "slot") >= 8
 
 
 def test_short_samples_do_not_pile_up():
@@ -196,6 +219,40 @@ def test_short_samples_do_not_pile_up():
         order = EndlessOrder(np.arange(300), seed=0)
         plan = build_policy(replace(config, policy=policy), table, order, COST, 2, "slot").plan(0)
         assert max(len(bin_) for slot in plan.slots for bin_ in slot) <= 40
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_sixteen_samples_in_seven_thin_buckets_all_train(policy, ranks):
+    # Every bucket holds fewer samples than its batch size; a floor rule would train on none.
+    counts = {(1, 256, 256): 1, (17, 256, 256): 8, (33, 256, 256): 1, (17, 144, 256): 2}
+    counts |= {(33, 144, 256): 2, (1, 256, 144): 1, (5, 256, 256): 1}
+    table = small_table(counts)
+    order = EndlessOrder(np.arange(16), seed=0)
+    config = ScheduleConfig(policy=policy, samples_per_step=8, memory_limit_tokens=48_000, cost_exponent=1.45)
+    planner = build_policy(config, table, order, COST, ranks, "slot")
+    drawn, step = [], 0
+    while len(drawn) < 48:  # three epochs
+        plan = planner.plan(step)
+        assert plan.num_samples > 0
+        assert {len(slot) for slot in plan.slots} == {ranks}
+        drawn += plan.sample_ids[plan.epochs < 3].tolist()
+        step += 1
+    assert np.bincount(drawn).tolist() == [3] * 16
+
+
+def test_memory_of_texts_counts_against_the_limit():
+    table = small_table({(1, 256, 256): 300, (17, 256, 256): 20})
+    order = EndlessOrder(np.arange(320), seed=0)
+    for policy in POLICIES:
+        config = ScheduleConfig(policy=policy, samples_per_step=160, memory_limit_tokens=8192, text_memory_tokens=64)
+        planner = build_policy(config, table, order, COST, 2, "slot")
+        for step in range(2):
+            plan = planner.plan(step)
+            sizes = [[len(bin_) for bin_ in slot] for slot in plan.slots]
+            assert (plan.num_tokens + 64 * np.array(sizes)).max() <= 8192
+    with pytest.raises(ValueError, match="memory_limit_tokens is null"):
+        build_policy(replace(config, memory_limit_tokens=None), table, order, COST, 2, "slot")
 
 
 # Batch sizes of the paper's policies.
@@ -262,6 +319,30 @@ def test_ranks_draw_alone():
 # What a user can get wrong.
 
 
+@pytest.mark.parametrize(("tokens", "limit", "refused"), [(75_600, 48_000, True), (48_000, 48_000, False)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_sample_at_and_over_the_memory_limit(policy, tokens, limit, refused):
+    table = small_table({(1, 16, 16 * tokens): 4, (1, 16, 16): 4})
+    order = EndlessOrder(np.arange(8), seed=0)
+    config = ScheduleConfig(policy=policy, samples_per_step=8, memory_limit_tokens=limit, cost_exponent=2.0)
+    if refused:
+        with pytest.raises(ValueError, match=r"75600 tokens.*memory_limit_tokens = 48000"):
+            build_policy(config, table, order, COST, 2, "slot")
+        return
+    planner = build_policy(config, table, order, COST, 2, "slot")
+    assert max(int(planner.plan(step).num_tokens.max()) for step in range(2)) == 48_000
+
+
+def test_a_sample_over_the_compute_limit_is_named(caplog):
+    table = small_table({(1, 16, 16 * 32_760): 4, (1, 16, 16 * 1560): 40})
+    order = EndlessOrder(np.arange(44), seed=0)
+    for factor, is_named in ((0.9, True), (1.0, False)):
+        caplog.clear()
+        config = ScheduleConfig(policy="dual_constraint", compute_limit_factor=factor, cost_exponent=2.0)
+        build_policy(config, table, order, COST, 2, "slot")
+        assert ("1x16x524160 is above the compute limit" in caplog.text) == is_named
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_sample_above_the_memory_limit_is_refused_or_runs_alone(policy, caplog):
     table = small_table({(1, 64, 64): 30, (17, 128, 128): 1})  # 16 and 320 tokens
@@ -307,16 +388,6 @@ def test_configuration_is_checked(options, meet, message):
 def test_scheduling_loads_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import adaptiveload.scheduling.policies, adaptiveload.scheduling.metrics, scripts.simulate\n"
+        "import adaptiveload.scheduling.policies, adaptiveload.scheduling.simulation, scripts.simulate_schedule\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_simulator_prints_a_row_for_each_policy(capsys):
-    main(["--ranks", "4", "--steps", "3", "--epoch-samples-per-rank", "2000", "--json"])
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["policy"] for row in rows] == ["equal_token", "dual_constraint", "balanced"]
-    assert rows[2]["load_cv"] < rows[1]["load_cv"] < rows[0]["load_cv"]
-    assert rows[2]["samples_per_step"] == 112
-    main(["--ranks", "4", "--steps", "3", "--epoch-samples-per-rank", "2000", "--meet", "step"])
-    assert len(capsys.readouterr().out.splitlines()) == 4

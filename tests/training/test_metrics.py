@@ -55,6 +55,7 @@ def test_step_metrics_by_hand() -> None:
         "perf/mfu": sum(wan_train_flops(WAN_1_3B, s) for s in (4, 16, 8)) / 2.0 / 2 / 989e12,
         "imbalance/load_cv": (0.5 + 0.0) / 2,  # std/mean of (100, 300) is 100/200
         "imbalance/idle_share_planned": 1 - 400 / 500,
+        "imbalance/cost_error": 1 - 0.0005,  # planned 100 us for .2 s, 300 for .6, 200 for .5; the filler is left out
         "imbalance/step_time_cv": 0.1 / 0.8,  # ranks busy .7 and .9
         "imbalance/slot_time_cv": (0.2 / 0.4 + 0.1 / 0.4) / 2,
         "imbalance/idle_share": 1 - 0.8 / 1.1,

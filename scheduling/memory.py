@@ -1,0 +1,82 @@
+"""Memory model: bytes of a rank at the peak of a micro-batch, and a prior before anything is measured."""
+
+import math
+from dataclasses import dataclass
+
+from adaptiveload.scheduling.flops import ModelDims
+
+SAFE_SHARE = 0.95  # of a device's memory that may be planned for; the allocator and NCCL grow a little over a run
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """static + token_bytes * tokens + sample_bytes * samples.
+
+    Attributes:
+        static_bytes: Weights, optimizer, averages, gathered blocks, and what the allocator keeps beside them.
+        token_bytes: Per token of the micro-batch.
+        sample_bytes: Per sample: its text, which is padded to one length.
+    """
+
+    static_bytes: float
+    token_bytes: float
+    sample_bytes: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"memory model: {name} must be a number >= 0, got {value}")
+
+    def micro_batch_bytes(self, num_tokens: int, num_samples: int) -> float:
+        """Peak bytes while a micro-batch runs."""
+        return self.static_bytes + self.token_bytes * num_tokens + self.sample_bytes * num_samples
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens that take the memory of one sample's text."""
+        return math.ceil(self.sample_bytes / self.token_bytes) if self.token_bytes else 0
+
+    def max_tokens(self, capacity_bytes: float, share: float = SAFE_SHARE) -> int:
+        """Most tokens of a micro-batch that fit in `share` of `capacity_bytes`, texts counted as `text_tokens` each.
+
+        Raises:
+            ValueError: If not even the static part fits, or nothing grows with tokens.
+        """
+        free = share * capacity_bytes - self.static_bytes
+        if free <= 0 or not self.token_bytes:
+            raise ValueError(
+                f"{share:.0%} of {capacity_bytes / 2**30:.1f} GiB less {self.static_bytes / 2**30:.1f} GiB of weights "
+                f"and states leaves no memory for tokens at {self.token_bytes:.0f} bytes each: use more ranks, or set "
+                "schedule.memory_limit_tokens"
+            )
+        return int(free // self.token_bytes)
+
+
+# Bytes of one token in one block that backward needs, in units of the hidden size: measured with saved-tensor hooks
+# on the fused block with an fp32 residual stream, 40 + 4 * ffn_dim / hidden_size.
+BLOCK_BYTES = 40.0
+STREAM_BYTES = 4  # fp32 residual stream that recompute keeps at every block's entry
+STATE_BYTES = 20  # fp32 weight, gradient, two moments and average of a parameter, sharded over the ranks
+GATHERED_BYTES = 6  # bf16 weight and fp32 gradient of a gathered parameter
+
+
+def memory_prior(dims: ModelDims, recompute: str, meet: str, ranks: int) -> MemoryModel:
+    """Memory model from the model's sizes. An estimate: fit one before relying on the last gigabytes.
+
+    Args:
+        dims: Sizes of the transformer.
+        recompute: "none" or "full".
+        meet: "slot" gathers two blocks at a time, "step" the whole model.
+        ranks: Ranks that share weights and states.
+    """
+    per_block = dims.hidden_size * (BLOCK_BYTES + 4 * dims.ffn_dim / dims.hidden_size)
+    kept = dims.num_layers * (STREAM_BYTES * dims.hidden_size if recompute == "full" else per_block)
+    gathered = dims.num_parameters if meet == "step" else 2 * dims.num_parameters / max(dims.num_layers, 1)
+    text = (
+        dims.text_len * 2 * (dims.text_dim + 4 * dims.hidden_size)
+    )  # the rows, embedded, and a block's keys and values
+    return MemoryModel(
+        static_bytes=STATE_BYTES * dims.num_parameters / ranks + GATHERED_BYTES * gathered,
+        token_bytes=kept + per_block,
+        sample_bytes=text * (1 if recompute == "full" else dims.num_layers),
+    )

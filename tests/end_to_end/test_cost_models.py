@@ -1,0 +1,151 @@
+"""Benchmark, fit, policy table and adaptation on two CPU ranks, as a user runs them."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from adaptiveload.scheduling.cost_file import CostFile
+from adaptiveload.training.config import load_config
+from adaptiveload.training.run import build_schedule
+from adaptiveload.training.startup_report import describe_schedule
+from tests.launching import ROOT, environment, launch, launch_command, run_script
+
+
+def launch_module(module: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess:
+    """Run a script of the package on two ranks."""
+    command = launch_command(*arguments, ranks=2, script=f"scripts.{module}")
+    command.insert(command.index(f"scripts.{module}"), "-m")
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    if check and result.returncode:
+        raise AssertionError(f"{result.stdout}\n{result.stderr}")
+    return result
+
+
+SCAN = ("--shapes", "1x64x64", "5x128x128", "9x128x256", "17x256x256", "--max-tokens", 2560, "--repeats", 2)
+
+
+@pytest.fixture(scope="module")
+def measurements(run_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A scan that was cut by its budget and gone on with."""
+    path = tmp_path_factory.mktemp("scan") / "measurements.parquet"
+    first = launch_module("benchmark_shapes", run_config, "--output", path, *SCAN, "--budget-minutes", 2)
+    assert "wants a GPU" in first.stdout
+    assert "Pearson R of busy time" in first.stdout
+    table = pq.read_table(path)
+    kept = table.slice(0, 2 * 3 * 4)  # ranks, runs, points
+    pq.write_table(kept, path)
+    again = launch_module("benchmark_shapes", run_config, "--output", path, *SCAN, "--budget-minutes", 2)
+    assert "4 points are there already" in again.stdout
+    assert pq.read_table(path).num_rows == table.num_rows
+    return path
+
+
+def test_scan_covers_lengths_and_batch_sizes_on_all_ranks(measurements: Path) -> None:
+    rows = pq.read_table(measurements).to_pylist()
+    assert {row["rank"] for row in rows} == {0, 1}
+    assert {row["repeat"] for row in rows} == {0, 1, 2}
+    assert {row["seq_len"] for row in rows} == {16, 128, 384, 1280}
+    assert {row["batch_size"] for row in rows if row["seq_len"] == 128} == {1, 5, 10, 20}
+    assert all(row["busy_s"] > 0 and row["step_s"] >= row["busy_s"] for row in rows)
+    assert all(row["reserved_bytes"] is None for row in rows)  # no GPU: not measured, and not made up
+    about = json.loads(pq.read_schema(measurements).metadata[b"provenance"])
+    assert about["gpu"] == "cpu"
+    assert about["layout"] == {"precision": "fp32", "meet": "step", "ranks": 2}
+    assert about["model"]["num_layers"] == 2
+
+
+@pytest.fixture(scope="module")
+def cost_file(measurements: Path) -> Path:
+    path = measurements.with_name("cost.yaml")
+    result = run_script("fit_cost_model", measurements, "--output", path)
+    assert "exponent_interval" in result.stdout
+    assert "<- best" in result.stdout
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    return path
+
+
+def plan_with(run_config: Path, *keys: str) -> str:
+    """The start-up report of a run on two ranks, without a launch."""
+    config = load_config(run_config, [*keys, "schedule.meet=step"])
+    return describe_schedule(build_schedule(config, 2, torch.device("cpu"), None), 2)
+
+
+def test_fitted_file_plans_here_and_is_refused_elsewhere(cost_file: Path, run_config: Path) -> None:
+    assert CostFile.read(cost_file).layout["recompute"] == "none"
+    for law in ("two_term", "power"):
+        for policy in ("balanced", "dual_constraint", "equal_token"):
+            report = plan_with(run_config, f"cost.file={cost_file}", f"cost.law={law}", f"schedule.policy={policy}")
+            assert f"{cost_file}, law {law}" in report
+    other = (f"cost.file={cost_file}", "schedule.recompute=full")
+    with pytest.raises(ValueError, match=r"recompute none, here full.*cost\.allow_mismatch=true"):
+        plan_with(run_config, *other)
+    assert "load CV" in plan_with(run_config, *other, "cost.allow_mismatch=true")
+    refused = launch(run_config, *other, "schedule.meet=step", ranks=1, check=False)
+    assert refused.returncode != 0
+    assert "was fitted for something else" in refused.stderr
+
+
+def test_scan_of_another_model_is_not_mixed_in(measurements: Path, run_config: Path) -> None:
+    result = launch_module(
+        "benchmark_shapes", run_config, "model.num_layers=1", "--output", measurements, *SCAN, check=False
+    )
+    assert result.returncode != 0
+    assert "measurements of another model" in result.stderr
+
+
+def test_policies_are_measured_side_by_side(cost_file: Path, run_config: Path, tmp_path: Path) -> None:
+    shapes = ((1, 64, 64, 5), (5, 128, 128, 3), (9, 128, 256, 2))
+    mix = {"shapes": [dict(zip(("frames", "height", "width", "share"), shape, strict=True)) for shape in shapes]}
+    (tmp_path / "mix.yaml").write_text(yaml.safe_dump(mix))
+    options = ("schedule.memory_limit_tokens=1024", "--mix", tmp_path / "mix.yaml", "--cost", cost_file)
+    launch_module("benchmark_policies", run_config, *options, "--steps", 3, "--warmup", 1, "--output", tmp_path)
+    document = json.loads((tmp_path / "policies.json").read_text())
+    assert [row["policy"] for row in document["policies"]] == ["equal_token", "dual_constraint", "balanced"]
+    for row in document["policies"]:
+        assert row["tokens_per_s"] > 0
+        assert 0 <= row["load_cv"] < 1
+        assert 0 <= row["step_time_cv"] < 1
+        assert len(row["steps"]) == 3
+    assert (tmp_path / "policies.md").read_text().count("|\n") == 5
+    wrong = (*options, "--steps", 17, "--policies", "balanced", "--scale-b2", 30, "--adaptive", "--output", tmp_path)
+    launch_module("benchmark_policies", run_config, *wrong)
+    (row,) = json.loads((tmp_path / "policies.json").read_text())["policies"]
+    errors = row["cost_error_by_step"]
+    assert row["updates"]
+    assert sorted(errors[-8:])[4] < sorted(errors[1:9])[4]  # medians: single steps of a shared machine jump
+
+
+def test_training_adapts_logs_it_and_resumes_with_its_history(run_config: Path, tmp_path: Path) -> None:
+    base = (run_config, f"output_dir={tmp_path}", "name=adaptive", "cost.gpu=h200", "cost.adaptive=true")
+    result = launch(*base, "max_steps=15", ranks=2)
+    assert "cost law from step" in result.stdout + result.stderr
+    state = json.loads((tmp_path / "adaptive" / "checkpoints" / "step-00000015" / "state.json").read_text())
+    saved = state["adaptation"]
+    assert saved["updates"]
+    assert saved["observations"]
+    metrics = (tmp_path / "adaptive" / "metrics.jsonl").read_text().splitlines()
+    errors = [json.loads(line)["imbalance/cost_error"] for line in metrics if "imbalance/cost_error" in line]
+    assert errors[0] > 0.5  # an H200's prior on a CPU
+    launch(*base, "max_steps=18", ranks=1)  # and on another number of ranks
+    state = json.loads((tmp_path / "adaptive" / "checkpoints" / "step-00000018" / "state.json").read_text())
+    assert state["adaptation"]["updates"][: len(saved["updates"])] == saved["updates"]
+
+
+def test_startup_report_warns_of_small_steps_and_names_dropped_files(
+    run_config: Path, dataset: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "latents"
+    shutil.copytree(dataset, copy)
+    (copy / "report.json").write_text(json.dumps({"skipped": [{"source": "cut.mp4", "reason": "no frame decodes"}]}))
+    report = plan_with(run_config, f"data.path={copy}", "schedule.samples_per_step=2")
+    for words in ("cut.mp4: no frame decodes", "WARNING", "schedule.samples_per_step=2", "hours", "GiB"):
+        assert words in report
+    assert "WARNING" not in plan_with(run_config, "schedule.samples_per_step=40")
+    auto = plan_with(run_config, "schedule.memory_limit_tokens=null", "schedule.lookahead=auto")
+    assert "largest micro-batch" in auto

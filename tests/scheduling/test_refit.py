@@ -1,0 +1,98 @@
+"""Online refits: a wrong prior heals, spikes do not matter, a slow rank is found and no other."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from adaptiveload.scheduling.cost import PowerCost, TwoTermCost
+from adaptiveload.scheduling.cost_file import CostFile
+from adaptiveload.scheduling.order import EndlessOrder
+from adaptiveload.scheduling.policies import ScheduleConfig, build_policy
+from adaptiveload.scheduling.refit import OnlineFit
+from adaptiveload.scheduling.samples import SampleTable
+
+TRUTH = CostFile.read("configs/costs/wan_1_3b.yaml").law("two_term")
+TABLE = SampleTable.from_mix("configs/mixes/mixed.yaml", 4000, seed=0)
+LENGTHS = np.unique(TABLE.num_tokens)
+
+
+def run_steps(online, ranks, num_steps, *, speed=None, noise=0.02, spikes=0.03, seed=0):
+    """Feed the busy times of real plans: 16 samples a rank, noise, some runs 3 to 15 times as slow."""
+    config = ScheduleConfig(samples_per_step=16 * ranks, memory_limit_tokens=105_600)
+    policy = build_policy(config, TABLE, EndlessOrder(np.arange(len(TABLE)), 0), TRUTH, ranks, "slot")
+    rng = np.random.default_rng(seed)
+    for step in range(num_steps):
+        plan = policy.plan(step)
+        for g, slot in enumerate(plan.slots):
+            for rank, members in enumerate(slot):
+                busy_s = plan.costs_us[g, rank] / 1e6 * (1 + noise * rng.standard_normal())
+                busy_s *= rng.uniform(3, 15) if rng.random() < spikes else 1
+                if speed is not None:
+                    busy_s /= speed[rank]
+                counts = Counter(TABLE.num_tokens[plan.sample_ids[list(members)]].tolist())
+                online.observe(rank, busy_s, counts)
+
+
+def price_errors(law):
+    return np.abs(law.sample_us(LENGTHS, LENGTHS) / TRUTH.sample_us(LENGTHS, LENGTHS) - 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(TRUTH, b2_us=2 * TRUTH.b2_us),
+        replace(TRUTH, b2_us=0.0),
+        TwoTermCost(10, 10, 0, 1, 1e-6),
+        replace(TRUTH, a_us=600_000, launch_floor_us=600_000, b1_us=100),
+    ],
+)
+def test_wrong_prior_heals_within_thirty_steps_of_two_ranks(wrong):
+    online = OnlineFit(LENGTHS)
+    law = wrong
+    for chunk in range(6):
+        run_steps(online, 2, 5, seed=chunk)
+        law = online.refit(law, np.ones(2))
+    busy = np.array([o.busy_s * 1e6 for o in online.observations])
+    assert np.median(np.abs(online.predict_us(law) / busy - 1)) < 0.03  # the noise is 2 %
+    is_long = LENGTHS > 1500  # short ones are a few per cent of a micro-batch beside the fixed part
+    assert price_errors(law)[is_long].max() < 0.15  # lengths that hardly ran are known less well
+
+
+def test_power_law_refits_its_exponent():
+    online = OnlineFit(LENGTHS)
+    run_steps(online, 2, 30)
+    law = online.refit(PowerCost(60_000, 8.0, 1.2), np.ones(2))
+    law = online.refit(law, np.ones(2))
+    busy = np.array([o.busy_s * 1e6 for o in online.observations])
+    assert np.median(np.abs(online.predict_us(law) / busy - 1)) < 0.12  # what the form can do on this mix
+    assert law.exponent > 1.25
+
+
+def test_slow_rank_is_found_and_no_other():
+    online = OnlineFit(LENGTHS)
+    run_steps(online, 8, 8, speed=[1, 1, 1, 0.7, 1, 1, 1, 1])
+    speeds = online.speeds(TRUTH, 8)
+    assert speeds[3] == pytest.approx(0.7, abs=0.02)
+    assert np.delete(speeds, 3).tolist() == [1.0] * 7
+    # Priced at its speed, the law is the same as without it.
+    assert price_errors(online.refit(TRUTH, speeds))[LENGTHS > 1500].max() < 0.10
+
+
+def test_noise_alone_makes_no_rank_slow():
+    for seed in range(5):
+        online = OnlineFit(LENGTHS)
+        run_steps(online, 4, 12, noise=0.15, seed=seed)
+        assert online.speeds(TRUTH, 4).tolist() == [1.0] * 4
+
+
+def test_state_comes_back():
+    online = OnlineFit(LENGTHS)
+    run_steps(online, 2, 5)
+    again = OnlineFit(LENGTHS)
+    again.load(online.state())
+    assert again.observations == online.observations
+    fewer = OnlineFit(LENGTHS[:3])  # a data set without some lengths
+    fewer.load(online.state())
+    assert all(length in LENGTHS[:3] for o in fewer.observations for length, _ in o.counts)

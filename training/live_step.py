@@ -1,0 +1,58 @@
+"""The part of a step that training and the benchmarks share: model, timer and optimizer, and one micro-batch."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
+from adaptiveload.models.packing import PackedBatch
+from adaptiveload.models.wan import WanTransformer
+from adaptiveload.training.distributed import Ranks, set_meeting, shard_model
+from adaptiveload.training.optimizer import build_optimizer
+from adaptiveload.training.step_timer import StepTimer
+
+if TYPE_CHECKING:
+    from adaptiveload.training.config import RunConfig
+
+
+def build_model(config: "RunConfig", ranks: Ranks) -> tuple[WanTransformer, StepTimer, torch.optim.AdamW]:
+    """The sharded model of a run, freshly drawn, the timer on its blocks, and its optimizer."""
+    # Drawn on the CPU: equal weights on all ranks, and on every kind of device, before they are sharded.
+    torch.manual_seed(config.seed)
+    model = WanTransformer(config.model).to(ranks.device)
+    shard_model(model, ranks, config.precision)
+    timer = StepTimer(ranks.device)
+    timer.attach(model.fsdp_units()[1])
+    return model, timer, build_optimizer(model, config.optimizer)  # after sharding: it must hold the shards
+
+
+def run_micro_batch(
+    model: WanTransformer,
+    timer: StepTimer,
+    batch: PackedBatch,
+    *,
+    scale: float,
+    meet: str,
+    is_last: bool,
+    recompute: str,
+) -> torch.Tensor:
+    """Forward and backward of one micro-batch of this rank; call it on all ranks as often as the plan says.
+
+    Args:
+        model: Sharded model.
+        timer: Its timer.
+        batch: The micro-batch, on the model's device.
+        scale: What the sum of w_i * l_i is multiplied by: R/Z, because FSDP averages over the ranks.
+        meet: "slot" or "step".
+        is_last: Whether it is this rank's last of the step.
+        recompute: "none" or "full".
+
+    Returns:
+        Sum of w_i * l_i, float32 scalar on the device.
+    """
+    set_meeting(model, meet=meet, is_last=is_last)
+    timer.start_micro_batch()
+    velocity = model(noisy_latents(batch), timesteps(batch), batch, recompute=recompute)
+    loss_sum = weighted_loss_sum(batch, velocity)
+    (loss_sum * scale).backward()
+    return loss_sum.detach()

@@ -1,0 +1,107 @@
+"""What a run will do, from its plans alone: printed when train.py starts, and by `train.py --dry-run`."""
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+
+from adaptiveload.scheduling.balanced import BalancedPolicy, enough_samples_per_step
+from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
+from adaptiveload.training.run import Schedule
+
+_NUM_STEPS = 20
+_MAX_NAMES = 20  # dropped files that are named; the rest is counted
+_REPORT_NAME = "report.json"  # what scripts.prepare skipped, beside the dataset's shards
+
+
+def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> str:
+    """Buckets, predicted memory and time, the plans of some steps and their figures, files that were dropped: as text.
+
+    Raises:
+        ValueError: If there is nothing to train: no step, or steps of fillers alone.
+    """
+    plans = [schedule.policy.plan(step) for step in range(first_step, first_step + _NUM_STEPS)]
+    if not any(plan.num_samples for plan in plans):
+        raise ValueError(f"{schedule.index.root}: the plan is empty, no sample runs in the first {_NUM_STEPS} steps")
+    work = np.concatenate([where_ranks_meet(plan.costs_us, plan.meet) for plan in plans])
+    step_s = float(work.max(axis=1).sum()) / 1e6 / _NUM_STEPS
+    tokens = sum(int(schedule.table.num_tokens[plan.sample_ids].sum()) for plan in plans)
+    samples = float(np.mean([plan.num_samples for plan in plans]))
+    largest = max(plans, key=lambda plan: int(plan.num_tokens.max()))
+    memory = "measured" if schedule.models.is_memory_measured else "a prior"
+    head = (
+        f"{_NUM_STEPS} steps from {first_step} on {ranks} ranks, {schedule.settings.policy}, meeting every "
+        f"{schedule.meet}, lookahead {schedule.settings.lookahead}:"
+    )
+    return "\n".join(
+        [
+            f"data: {len(schedule.train_ids)} training and {len(schedule.held_out_ids)} held-out samples",
+            *_dropped_lines(schedule),
+            *_bucket_lines(schedule),
+            f"costs: {schedule.models.source}; memory: {memory}",
+            head,
+            f"  samples a step      {samples:.1f}, in {np.mean([plan.num_slots for plan in plans]):.1f} slots",
+            f"  largest micro-batch {int(largest.num_tokens.max())} of {schedule.settings.memory_limit_tokens} tokens",
+            f"  load CV             {np.mean([load_cv(plan.costs_us, plan.meet) for plan in plans]):.4f}",
+            f"  idle share          {np.mean([idle_share(plan.costs_us, plan.meet) for plan in plans]):.4f}",
+            f"  predicted step      {step_s:.3f} s, {tokens / step_s / _NUM_STEPS:,.0f} tokens/s",
+            f"  predicted epoch     {len(schedule.train_ids) / samples * step_s / 3600:.3g} hours",
+            *warnings(schedule, ranks),
+            f"step {plans[0].step}, planned milliseconds (tokens) of each micro-batch:",
+            *_plan_lines(plans[0].costs_us, plans[0].num_tokens),
+        ]
+    )
+
+
+def warnings(schedule: Schedule, ranks: int) -> list[str]:
+    """Lines on what will not train well: too small a global batch for the ranks to be level."""
+    if not isinstance(schedule.policy, BalancedPolicy) or ranks == 1:
+        return []
+    ids = schedule.train_ids
+    costs = schedule.history.initial.sample_us(schedule.table.num_tokens[ids], schedule.table.text_len[ids])
+    enough, given = enough_samples_per_step(costs, ranks), schedule.settings.samples_per_step
+    if given >= enough or int(schedule.settings.lookahead) > 1:
+        return []
+    text = (
+        "WARNING: the work of a rank in a step is under twice the dearest sample, so ranks will wait: "
+        f"schedule.samples_per_step={given} is small for {ranks} ranks, {enough} would do "
+        "(or schedule.lookahead=auto, or fewer ranks)"
+    )
+    return [text]
+
+
+def _dropped_lines(schedule: Schedule) -> Iterator[str]:
+    path = schedule.index.root / _REPORT_NAME
+    if not path.is_file():
+        return
+    skipped = json.loads(path.read_text()).get("skipped", [])
+    if skipped:
+        yield f"dropped when the data was prepared: {len(skipped)} files"
+    for problem in skipped[:_MAX_NAMES]:
+        yield "  " + ": ".join(str(value) for value in problem.values())
+    if len(skipped) > _MAX_NAMES:
+        yield f"  ... and {len(skipped) - _MAX_NAMES} more, see {path}"
+
+
+def _bucket_lines(schedule: Schedule) -> Iterator[str]:
+    """A line a bucket: samples, tokens, and one sample alone in its micro-batch."""
+    table, models = schedule.table, schedule.models
+    shape_ids = table.shape_ids[schedule.train_ids]
+    total = int(table.num_tokens[schedule.train_ids].sum())
+    yield f"{'shape':>16} {'tokens':>8} {'samples':>8} {'of all tokens':>14} {'one alone: ms':>14} {'GiB':>7}"
+    for i, shape in enumerate(table.shapes):
+        count = int((shape_ids == i).sum())
+        if not count:
+            continue
+        tokens = int(table.shape_tokens[i])
+        cost = models.cost.micro_batch_us(models.cost.sample_us(np.array([tokens]), np.array([0])))
+        gib = models.memory.micro_batch_bytes(tokens, 1) / 2**30
+        yield f"{shape!s:>16} {tokens:>8} {count:>8} {count * tokens / total:>14.1%} {cost[0] / 1e3:>14.1f} {gib:>7.2f}"
+
+
+def _plan_lines(costs_us: np.ndarray, num_tokens: np.ndarray, max_ranks: int = 8) -> Iterator[str]:
+    for g, (costs, tokens) in enumerate(zip(costs_us, num_tokens, strict=True)):
+        cells = [
+            f"{cost / 1e3:9.1f} ({count})" for cost, count in zip(costs[:max_ranks], tokens[:max_ranks], strict=True)
+        ]
+        yield f"  slot {g}: " + " ".join(cells) + (" ..." if len(costs) > max_ranks else "")
