@@ -19,7 +19,7 @@ from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import device_name, model_dims
 from adaptiveload.training.distributed import clip_gradients, finish_ranks, reshard, set_meeting, start_ranks
 from adaptiveload.training.dry_run import describe_schedule
-from adaptiveload.training.feed import MicroBatch
+from adaptiveload.training.feed import MicroBatch, explain_worker_failure
 from adaptiveload.training.metrics import (
     RankMeasurement,
     StepMeasurement,
@@ -61,7 +61,7 @@ def train(run: Run) -> None:
         log_step(run, plan, mine, {"train/grad_norm": grad_norm, "train/lr": lr})
         is_last = step + 1 == config.max_steps
         if is_last or (step + 1) % config.checkpoint.every_steps == 0:
-            run.checkpointer.save(step + 1, run.saved_state(plan.next_position))
+            run.checkpointer.save(step + 1, run.saved_state(plan))
         if is_last or (step + 1) % config.evaluation.every_steps == 0:
             evaluate(run, step)
 
@@ -78,7 +78,7 @@ def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatc
     num_lost = 0
     count = len(plan.micro_batches(run.ranks.rank))
     for g, micro_batch in enumerate(micro_batches):
-        run.lost.record(plan.step, run.ranks.rank, micro_batch.lost)
+        run.ledger.record(plan.step, micro_batch.trained, micro_batch.lost)
         num_lost += len(micro_batch.lost)
         batch = micro_batch.packed.to(run.ranks.device, non_blocking=True)
         set_meeting(run.model, meet=plan.meet, is_last=g == count - 1)
@@ -120,14 +120,14 @@ def log_step(run: Run, plan: StepPlan, mine: RankMeasurement, extra: dict[str, f
     """Gather what all ranks measured; rank 0 writes it down. Stops all ranks where too many samples were lost."""
     measured = gather_measurements(run.ranks, plan, mine)
     if run.tracker is not None:
-        write_step(run, plan, measured, extra | {"data/num_lost": run.lost.total + measured.num_lost})
-    run.lost.add(measured.num_lost, plan.next_position)
+        write_step(run, plan, measured, extra | {"data/num_lost": run.ledger.total + measured.num_lost})
+    run.ledger.add(measured.num_lost, plan.next_position)
 
 
 def write_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[str, float]) -> None:
     """Write the figures of a step, and from time to time what each rank did in each slot."""
     assert run.tracker is not None
-    table = run.schedule.table
+    table = run.feed.table
     metrics = step_metrics(plan, measured, table, model_dims(run.config.model), device_name(run.ranks.device))
     run.tracker.log(plan.step, metrics | extra)
     if plan.step % run.config.tracking.schedule_every_steps == 0:
@@ -172,7 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.dry_run:
             schedule = build_schedule(config, options.ranks or ranks.world_size, ranks.device, None)
             if ranks.is_main:
-                schedule.index.verify()
+                schedule.corpus.verify()
+                print(schedule.corpus.describe())
                 print(describe_schedule(schedule, options.ranks or ranks.world_size))
             return
         run = build_run(config, ranks)
@@ -182,6 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{config.run_dir} has all {config.max_steps} steps: nothing left to train (raise max_steps to go on)")
     try:
         train(run)
+    except RuntimeError as error:
+        if reason := explain_worker_failure(error, ranks.rank):
+            sys.exit(f"train.py: {reason}")
+        raise
     finally:
         run.feed.close()
         if run.tracker is not None:

@@ -12,7 +12,7 @@ import webdataset
 from adaptiveload.data.index import FORMAT_VERSION, NULL_TEXT_NAME, ShardIndex, write_index
 from adaptiveload.data.indexer import index_shards
 from adaptiveload.data.latent_codecs import LatentCodec
-from adaptiveload.data.reader import JSON_MEMBER, LATENTS_MEMBER
+from adaptiveload.data.reader import FIRST_CAPTION, JSON_MEMBER, LATENTS_MEMBER, TEXT_TENSOR
 from adaptiveload.data.text import TextEncoder
 
 
@@ -41,7 +41,15 @@ class DatasetWriter:
             f"{root}/shard-%06d.tar", maxcount=samples_per_shard, maxsize=1e9, verbose=0, mtime=0
         )
 
-    def write(self, key: str, source: str, latents: np.ndarray, caption: str, meta: dict[str, Any]) -> None:
+    def write(
+        self,
+        key: str,
+        source: str,
+        latents: np.ndarray,
+        caption: str,
+        meta: dict[str, Any],
+        captions: dict[str, str] | None = None,
+    ) -> None:
         """Add one sample.
 
         Args:
@@ -50,14 +58,23 @@ class DatasetWriter:
             latents: fp16 [C, F, Y, X], finite.
             caption: Text to embed and to keep.
             meta: `frames`, `height` and `width` in pixels, and whatever else to keep beside the sample.
+            captions: Further captions by name, to choose from in training.
         """
-        (text,) = self._text_encoder.encode([caption])
-        tensors = {"latents": torch.from_numpy(np.ascontiguousarray(latents)), "text": _bf16(text)}
+        captions = captions or {}
+        assert FIRST_CAPTION not in captions
+        assert not any("." in name for name in captions)
+        texts = self._text_encoder.encode([caption, *captions.values()])
+        names = [TEXT_TENSOR, *(f"{TEXT_TENSOR}.{name}" for name in captions)]
+        tensors = {"latents": torch.from_numpy(np.ascontiguousarray(latents))}
+        tensors |= {name: _bf16(text) for name, text in zip(names, texts, strict=True)}
+        meta = {**meta, **self._shared, "source": source, "caption": caption}
+        if captions:
+            meta["captions"] = captions
         self._writer.write(
             {
                 "__key__": key,
                 LATENTS_MEMBER: safetensors.torch.save(tensors),
-                JSON_MEMBER: json.dumps({**meta, **self._shared, "source": source, "caption": caption}).encode(),
+                JSON_MEMBER: json.dumps(meta).encode(),
             }
         )
 

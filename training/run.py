@@ -7,11 +7,11 @@ import numpy as np
 import psutil
 import torch
 
-from adaptiveload.data.index import ShardIndex
-from adaptiveload.data.reader import SampleReader
+from adaptiveload.data.corpus import Corpus, open_corpus
 from adaptiveload.models.wan import WanConfig, WanTransformer
 from adaptiveload.scheduling.balanced import resolve_lookahead
 from adaptiveload.scheduling.order import EndlessOrder, held_out_mask
+from adaptiveload.scheduling.paper_policies import BucketPolicy
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import Policy, build_policy
 from adaptiveload.scheduling.samples import SampleTable
@@ -22,7 +22,8 @@ from adaptiveload.training.cost import GPU_MEMORY_BYTES, build_cost_model, resol
 from adaptiveload.training.distributed import Ranks, shard_model
 from adaptiveload.training.ema import Ema
 from adaptiveload.training.evaluation import HeldOut
-from adaptiveload.training.feed import LostSamples, MicroBatchDataset, PlannedFeed
+from adaptiveload.training.feed import MicroBatchDataset, PlannedFeed
+from adaptiveload.training.ledger import Ledger
 from adaptiveload.training.optimizer import build_optimizer
 from adaptiveload.training.step_timer import StepTimer
 from adaptiveload.training.tracker import Tracker
@@ -38,16 +39,16 @@ class Schedule:
     """Everything that decides who computes what.
 
     Attributes:
-        index: The dataset.
-        table: Its samples as the scheduler sees them.
-        train_ids, held_out_ids: int64 rows of the index.
+        corpus: All samples, and where they lie.
+        table: The samples as the scheduler sees them.
+        train_ids, held_out_ids: int64 rows of the corpus.
         policy: Plans steps.
         meet: "slot" or "step".
         identity: What a resumed run must have in common with the one that saved.
         config: The run's configuration with every "auto" of the schedule replaced by what it came to.
     """
 
-    index: ShardIndex
+    corpus: Corpus
     table: SampleTable
     train_ids: np.ndarray
     held_out_ids: np.ndarray
@@ -71,13 +72,13 @@ class Run:
     checkpointer: Checkpointer
     held_out: HeldOut
     feed: PlannedFeed
-    lost: LostSamples
+    ledger: Ledger
     tracker: Tracker | None
     first_step: int
 
-    def saved_state(self, position: int) -> dict[str, object]:
-        """What a checkpoint keeps beside tensors. Random numbers are keyed by seed, epoch and sample: no state."""
-        return {"position": position, "num_lost": self.lost.total, **self.schedule.identity}
+    def saved_state(self, plan: StepPlan) -> dict[str, object]:
+        """What a checkpoint after `plan` keeps beside tensors. Random numbers are keyed by seed, epoch and sample."""
+        return {**self.feed.saved_state(plan), "num_lost": self.ledger.total, **self.schedule.identity}
 
 
 def model_geometry(model: WanConfig) -> LatentGeometry:
@@ -98,20 +99,19 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         ValueError: If the data set is absent, damaged or does not fit the model, or the schedule cannot be kept.
     """
     geometry = model_geometry(config.model)
-    index = ShardIndex.read(config.data.path)
-    if index.info.geometry != geometry:
+    corpus = open_corpus(config.data.all_sources, geometry)
+    paths = ", ".join(source.path for source in corpus.sources)
+    if corpus.info.geometry != geometry:
         raise ValueError(
-            f"{config.data.path}: latents of {index.info.geometry}, but model.in_channels="
+            f"{paths}: latents of {corpus.info.geometry}, but model.in_channels="
             f"{config.model.in_channels} and model.patch_size={list(config.model.patch_size)} take {geometry}"
         )
-    if index.info.text_dim != config.model.text_dim:
-        raise ValueError(
-            f"{config.data.path}: text_dim {index.info.text_dim}, but model.text_dim={config.model.text_dim}"
-        )
-    table = index.sample_table(geometry)
+    if corpus.info.text_dim != config.model.text_dim:
+        raise ValueError(f"{paths}: text_dim {corpus.info.text_dim}, but model.text_dim={config.model.text_dim}")
+    table = corpus.table
     if (longest := int(table.text_len.max())) > config.model.text_len:
-        raise ValueError(f"{config.data.path}: a text of {longest} rows, but model.text_len={config.model.text_len}")
-    held_out = held_out_mask(table.sources, config.data.held_out_share, config.seed)
+        raise ValueError(f"{paths}: a text of {longest} rows, but model.text_len={config.model.text_len}")
+    held_out = held_out_mask(corpus.source_names, config.data.held_out_share, config.seed)[corpus.source_codes]
     train_ids, held_out_ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     gpu = resolve_gpu(config.cost, device)
     cost_model = build_cost_model(gpu, config.model, config.schedule.recompute)
@@ -123,10 +123,13 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
             saved["schedule.lookahead"] if saved else resolve_lookahead(costs, config.schedule.samples_per_step, ranks)
         )
     schedule_config = replace(config.schedule, lookahead=lookahead, meet=meet)
-    order = EndlessOrder(train_ids, config.schedule.seed, block_size=config.schedule.order_block_size)
+    order = EndlessOrder(
+        train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=corpus.repeats[train_ids]
+    )
     policy = build_policy(schedule_config, table, order, cost_model, ranks, meet)
     identity: dict[str, object] = {
-        "data_fingerprint": index.fingerprint,
+        "data_fingerprint": corpus.fingerprint,
+        "num_samples": len(table),
         "seed": config.seed,
         "schedule.seed": config.schedule.seed,
         "schedule.policy": config.schedule.policy,
@@ -136,8 +139,25 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         "data.held_out_share": config.data.held_out_share,
         "model": json.loads(json.dumps(asdict(config.model))),
     }
+    if isinstance(policy, BucketPolicy):
+        # Every rank fills buckets of its own there: which samples a step holds depends on these too.
+        identity |= {"ranks": ranks, "schedule.slots_per_step": config.schedule.slots_per_step}
+        identity["batch_sizes"] = policy.batch_sizes.tolist()
+    check_same_data(saved, identity)
     resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
-    return Schedule(index, table, train_ids, held_out_ids, policy, meet, identity, resolved)
+    return Schedule(corpus, table, train_ids, held_out_ids, policy, meet, identity, resolved)
+
+
+def check_same_data(saved: dict[str, object] | None, identity: dict[str, object]) -> None:
+    """Raise ValueError if the checkpoint that is resumed was trained on other samples, with what is known of both."""
+    if saved is None or saved.get("data_fingerprint") == identity["data_fingerprint"]:
+        return
+    raise ValueError(
+        "the data set has changed since the checkpoint: data_fingerprint "
+        f"{saved.get('data_fingerprint')} of {saved.get('num_samples')} samples then, "
+        f"{identity['data_fingerprint']} of {identity['num_samples']} samples now. Its order cannot be continued: "
+        "bring the old shards, index and data.sources back, or start anew under another `name`"
+    )
 
 
 def build_run(config: RunConfig, ranks: Ranks) -> Run:
@@ -151,7 +171,8 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     saved = read_state(resume_from) if resume_from else None
     schedule = build_schedule(config, ranks.world_size, ranks.device, saved)
     if ranks.is_main:
-        schedule.index.verify()
+        schedule.corpus.verify()
+        print(schedule.corpus.describe(), flush=True)
     ranks.barrier()
     # Drawn on the CPU: equal weights on all ranks, and on every kind of device, before they are sharded.
     torch.manual_seed(config.seed)
@@ -167,19 +188,19 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         saved = checkpointer.load(resume_from, schedule.identity)
         first_step, num_lost = int(saved["step"]), int(saved["num_lost"])
         _check_position(schedule, first_step, int(saved["position"]))
-    lost = LostSamples(
-        config.run_dir / "lost.jsonl", config.data.max_lost_share, min(1000, len(schedule.train_ids)), num_lost
-    )
+    ledger = Ledger(config.run_dir, ranks.rank, config.data, min(1000, len(schedule.train_ids)), num_lost)
     if ranks.is_main:
-        lost.forget_from(first_step)
+        ledger.forget_from(first_step)
         if first_step < config.max_steps:
             save_config(schedule.config, config.run_dir / "config.yaml")
     ranks.barrier()
 
-    reader = SampleReader(schedule.index)
     geometry = model_geometry(config.model)
-    training = MicroBatchDataset(reader, geometry, config.objective, config.seed)
-    evaluation = MicroBatchDataset(reader, geometry, config.objective, config.seed, text_dropout=False)
+    smallest = min(schedule.table.shapes, key=lambda shape: (geometry.num_tokens(shape), shape))
+    parts = (schedule.corpus.reader(), geometry, smallest, config.objective, config.seed)
+    training, evaluation = MicroBatchDataset(*parts), MicroBatchDataset(*parts, is_training=False)
+    # Latents and noise in fp32; an oversize sample runs alone.
+    largest = max(config.schedule.memory_limit_tokens, int(schedule.table.num_tokens.max()))
     return Run(
         config=config,
         ranks=ranks,
@@ -191,7 +212,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         checkpointer=checkpointer,
         held_out=HeldOut(
             schedule.held_out_ids,
-            schedule.table,
+            schedule.corpus,
             evaluation,
             build_cost_model(schedule.config.cost.gpu, config.model, "none"),
             config.schedule.memory_limit_tokens,
@@ -200,13 +221,15 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         ),
         feed=PlannedFeed(
             training,
+            schedule.corpus,
             schedule.policy,
             ranks.rank,
             range(first_step, config.max_steps),
             config.data,
+            micro_batch_bytes=largest * geometry.token_size * 2 * 4,
             pin_memory=ranks.device.type == "cuda",
         ),
-        lost=lost,
+        ledger=ledger,
         tracker=Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps)
         if ranks.is_main
         else None,

@@ -60,7 +60,7 @@ def test_samples_hold_the_right_frames(media, tmp_path):
     reader, codec = SampleReader(index), DctCodec()
     starts = Counter()
     for i in range(len(index)):
-        sample = reader.read(i)
+        sample = reader.read(index.place(i))
         assert sample.caption == f"this is {sample.source.removeprefix('media/').split('.')[0]}"
         levels = [level(frame) for frame in codec.decode(sample.latents)]
         if sample.source == "media/still.png":
@@ -83,7 +83,7 @@ def test_shards_of_media_and_worker_processes_give_the_same_samples(media, tmp_p
         reader = SampleReader(index)
         # The hash in a key differs with the name of the input; file, shape and number do not.
         names = [(source.split("/")[1], key[-11:]) for source, key in zip(index.sources, index.keys, strict=True)]
-        latents.append({name: reader.read(i).latents for i, name in enumerate(names)})
+        latents.append({name: reader.read(index.place(i)).latents for i, name in enumerate(names)})
     assert len(latents[0]) == 8
     assert latents[0].keys() == latents[1].keys()
     for name, value in latents[0].items():
@@ -159,7 +159,7 @@ def test_latents_keep_the_picture(tmp_path):
     (root / "a.txt").write_text("waves")
     index, report = run([root], tmp_path / "out", CutConfig(shapes=(Shape(1, 48, 64),)))
     assert report["psnr_db"]["mean"] > 30  # smooth, so within the kept frequencies
-    decoded = DctCodec().decode(SampleReader(index).read(0).latents)[0]
+    decoded = DctCodec().decode(SampleReader(index).read(index.place(0)).latents)[0]
     box = (150 - 100 * 64 / 48) / 2, 0, (150 + 100 * 64 / 48) / 2, 100
     expected = np.asarray(Image.fromarray(rgb).resize((64, 48), Image.Resampling.BICUBIC, box=box))
     assert np.abs(decoded.astype(int) - expected).mean() < 8
