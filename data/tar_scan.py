@@ -5,6 +5,7 @@ Python's tarfile (and webdataset on top of it) ends without a word at a cut or d
 """
 
 import io
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -115,6 +116,8 @@ def iter_tar(file: BinaryIO, shard: str, load: Load | None = None) -> Iterator[T
                     {**current.data, **data},
                 )
             damage = _early_end(file, tar.offset)
+            if damage is None and isinstance(file, _Forward):
+                _length(file)  # a command says only at its end that it failed
     except (tarfile.TarError, OSError, EOFError) as error:
         damage = f"not a whole tar file: {error}"
     if damage is not None and current is not None and _length(file) < end:
@@ -133,9 +136,7 @@ def open_shard(url: str) -> BinaryIO:
         OSError: If it cannot be opened; later, from reading, if a command fails.
     """
     if url.startswith("pipe:"):
-        from webdataset.gopen import gopen
-
-        return gopen(url)
+        return _Pipe(url.removeprefix("pipe:"))
     if is_url(url):
         folder, _, name = url.rpartition("/")
         return Storage(folder).open(name)
@@ -166,6 +167,33 @@ def _early_end(file: BinaryIO, offset: int) -> str | None:
 
 def _length(file: BinaryIO) -> int:
     return file.seek(0, io.SEEK_END)
+
+
+class _Pipe(io.RawIOBase):
+    """Output of a shell command; reading to its end raises OSError if the command fails."""
+
+    def __init__(self, command: str) -> None:
+        self._process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE)
+        self._has_ended = False
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        assert self._process.stdout is not None
+        data = self._process.stdout.read(size)
+        if ((not data and size) or size < 0) and not self._has_ended:
+            self._has_ended = True
+            if status := self._process.wait():
+                raise OSError(f"the command ended with status {status}")
+        return data
+
+    def close(self) -> None:
+        if not self.closed:
+            assert self._process.stdout is not None
+            self._process.stdout.close()  # a command that still writes ends by that
+            self._process.wait()
+        super().close()
 
 
 class _Forward(io.RawIOBase):

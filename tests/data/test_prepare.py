@@ -6,8 +6,9 @@ import pytest
 from PIL import Image
 
 from adaptiveload.data.cuts import CutConfig
+from adaptiveload.data.encode import EncodeConfig
 from adaptiveload.data.latent_codecs import DctCodec
-from adaptiveload.data.prepare import prepare
+from adaptiveload.data.prepare import PrepareConfig, prepare
 from adaptiveload.data.reader import SampleReader
 from adaptiveload.data.text import HashTextEncoder
 from adaptiveload.scheduling.shapes import Shape
@@ -32,19 +33,26 @@ def media(tmp_path_factory):
     return root
 
 
-def run(inputs, output, config=CONFIG, **options):
-    return prepare(inputs, output, config, DctCodec(), HashTextEncoder(16), **options)
+def run(inputs, output, config=CONFIG, num_threads=1, **options):
+    options = PrepareConfig(EncodeConfig(num_threads=num_threads), **options)
+    return prepare(inputs, output, config, DctCodec(), HashTextEncoder(16), options)
+
+
+def items(output):
+    return [json.loads(line) for line in (output / "items.jsonl").read_text().splitlines()]
 
 
 def test_every_input_is_used_or_skipped_with_a_reason(media, tmp_path):
     _, report = run([media], tmp_path / "out")
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
-    assert {entry["key"]: entry["num_samples"] for entry in report["used"]} == {
+    lines = items(tmp_path / "out")
+    assert {line["item"]: line["num_samples"] for line in lines if "num_samples" in line} == {
         "media/long.mp4": 6,
         "media/short.mp4": 1,
         "media/still.png": 1,
     }
     reasons = {entry["key"]: entry["reason"] for entry in report["skipped"]}
+    assert reasons == {line["item"]: line["skipped"] for line in lines if "skipped" in line}
     assert reasons.keys() == {"media/broken.mp4", "media/tiny.png", "media/alone", "media/mute"}
     assert "too small" in reasons["media/tiny.png"]
     assert report["num_inputs"] == 7
@@ -75,7 +83,7 @@ def test_shards_of_media_and_worker_processes_give_the_same_samples(media, tmp_p
     members = [(path.name, path.read_bytes()) for path in sorted(media.iterdir())]
     shard = write_tar(tmp_path / "raw.tar", members)
     folder_index, _ = run([media], tmp_path / "a")
-    shard_index, report = run([shard], tmp_path / "b", num_workers=2, samples_per_shard=3)
+    shard_index, report = run([shard], tmp_path / "b", num_threads=3, samples_per_shard=3)
     assert report["num_inputs"] == 7
     assert len(shard_index.info.shards) == 3
     latents = []
@@ -114,7 +122,7 @@ def test_existing_output_is_kept_unless_told(media, tmp_path):
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
-def test_a_failure_leaves_nothing_and_keeps_what_was_there(media, tmp_path):
+def test_a_failure_keeps_what_was_there_and_can_go_on(media, tmp_path):
     class FailingCodec(DctCodec):
         def encode(self, frames):
             if len(frames) == 9:
@@ -123,10 +131,10 @@ def test_a_failure_leaves_nothing_and_keeps_what_was_there(media, tmp_path):
 
     with pytest.raises(RuntimeError, match="out of disk"):
         prepare([media], tmp_path / "out", CONFIG, FailingCodec(), HashTextEncoder(16))
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".out.unfinished"]
     before, _ = run([media], tmp_path / "out")
     with pytest.raises(RuntimeError, match="out of disk"):
-        prepare([media], tmp_path / "out", CONFIG, FailingCodec(), HashTextEncoder(16), overwrite=True)
+        prepare([media], tmp_path / "out", CONFIG, FailingCodec(), HashTextEncoder(16), PrepareConfig(overwrite=True))
     before.verify()
 
 

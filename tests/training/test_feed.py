@@ -1,4 +1,4 @@
-"""Planned micro-batches through DataLoader workers: the same for any number of them, losses named, failures explained."""
+"""Planned micro-batches through DataLoader workers: equal for any number of them; losses named, failures explained."""
 
 import os
 import signal
