@@ -136,7 +136,7 @@ def write_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[
 
 def evaluate(run: Run, step: int) -> None:
     """Held-out loss of the averaged weights."""
-    if run.held_out.num_draws == 0:
+    if run.held_out is None or run.held_out.num_draws == 0:
         return
     # Both are collective: every rank takes part, rank 0 writes.
     linear_loss = run.held_out.linear_loss
@@ -170,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if ranks.is_main:
             print(ranks.describe(), flush=True)
         if options.dry_run:
+            if config.data.mode != "index":
+                raise ValueError("--dry-run needs an index: a stream is planned as it is read")
             schedule = build_schedule(config, options.ranks or ranks.world_size, ranks.device, None)
             if ranks.is_main:
                 schedule.corpus.verify()

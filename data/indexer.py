@@ -73,7 +73,7 @@ class IndexBuilder:
 
     def _row(self, shard: str, sample: TarSample) -> tuple[Any, ...]:
         meta = json.loads(sample.data[JSON_MEMBER])
-        latents, texts = _tensor_shapes(sample.data[LATENTS_MEMBER], sample.members[LATENTS_MEMBER][1])
+        latents, texts = tensor_shapes(sample.data[LATENTS_MEMBER], sample.members[LATENTS_MEMBER][1])
         shape = Shape(meta["frames"], meta["height"], meta["width"])
         expected = list(LatentGeometry().latent_size(shape))
         if latents != expected:
@@ -138,12 +138,12 @@ def _load_headers(extension: str, member: BinaryIO) -> bytes:
     return head + member.read(min(length, _LONGEST_HEADER))
 
 
-def _tensor_shapes(head: bytes, size: int) -> tuple[list[int], dict[str, list[int]]]:
+def tensor_shapes(head: bytes, size: int) -> tuple[list[int], dict[str, list[int]]]:
     """Shape of `latents`, and of each text, from the first bytes of a safetensors member of `size` bytes."""
     (length,) = struct.unpack("<Q", head[:8]) if len(head) >= 8 else (0,)
-    if not 0 < length <= size - 8 or len(head) != 8 + length:
+    if not 0 < length <= size - 8 or len(head) < 8 + length:
         raise ValueError(f"{LATENTS_MEMBER} is damaged")
-    header = json.loads(head[8:])
+    header = json.loads(head[8 : 8 + length])
     texts = {name: header[name]["shape"] for name in header if name.split(".")[0] == TEXT_TENSOR}
     if TEXT_TENSOR not in texts:
         raise KeyError(TEXT_TENSOR)

@@ -33,7 +33,8 @@ class DataConfig:
     """`path` is a folder or URL written by scripts.prepare or indexed by scripts.index_shards.
 
     Attributes:
-        path: The dataset; not looked at where `sources` are given.
+        mode: "index" plans over the whole dataset; "stream" reads shards without an index, see `stream.py`.
+        path: The dataset; not looked at where `sources` are given. A stream also takes `shards-{000..999}.tar`.
         sources: Several datasets to mix, see `SourceConfig`.
         held_out_share: Share of the source files kept out of training, chosen by hash of the source.
         num_workers: DataLoader processes a rank; 0 reads in the training process. Steps do not depend on it.
@@ -43,6 +44,7 @@ class DataConfig:
         log_samples: Write the names of the samples of every step to `samples_used/rank-RRR.jsonl`.
     """
 
+    mode: str = "index"
     path: str = "sample_data/latents"
     sources: list[SourceConfig] = field(default_factory=list)
     held_out_share: float = 0.1
@@ -54,6 +56,8 @@ class DataConfig:
 
     def check(self) -> None:
         """Raise ValueError for a value outside its range, naming the key."""
+        if self.mode not in ("index", "stream"):
+            raise ValueError(f"data.mode={self.mode!r}: use index or stream")
         for name in ("held_out_share", "max_lost_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"data.{name}={getattr(self, name)} must be in [0, 1)")

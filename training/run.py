@@ -8,6 +8,7 @@ import psutil
 import torch
 
 from adaptiveload.data.corpus import Corpus, open_corpus
+from adaptiveload.data.stream import find_shards, peek_normalization, shard_names
 from adaptiveload.models.wan import WanConfig, WanTransformer
 from adaptiveload.scheduling.balanced import resolve_lookahead
 from adaptiveload.scheduling.order import EndlessOrder, held_out_mask
@@ -26,12 +27,15 @@ from adaptiveload.training.feed import MicroBatchDataset, PlannedFeed
 from adaptiveload.training.ledger import Ledger
 from adaptiveload.training.optimizer import build_optimizer
 from adaptiveload.training.step_timer import StepTimer
+from adaptiveload.training.stream import StreamFeed, check_stream_config
 from adaptiveload.training.tracker import Tracker
 
 # bf16 weights and fp32 gradients of the whole model, which `meet: step` keeps on every rank over a step.
 _UNSHARDED_BYTES_PER_PARAMETER = 6
 # `meet: auto` spends at most this share of a rank's memory on them; 1.3B takes 8.5 GB of an H200's 141.
 _UNSHARDED_SHARE = 0.125
+# The share of lost samples is taken over at least so many.
+_MIN_DRAWN = 1000
 
 
 @dataclass
@@ -59,19 +63,34 @@ class Schedule:
 
 
 @dataclass
+class StreamSchedule:
+    """What takes the place of `Schedule` without an index.
+
+    Attributes:
+        meet: "slot" or "step".
+        identity: What a resumed run must have in common with the one that saved.
+        config: The run's configuration with every "auto" of the schedule replaced by what it came to.
+    """
+
+    meet: str
+    identity: dict[str, object]
+    config: RunConfig
+
+
+@dataclass
 class Run:
     """The parts of a run; see `build_run`."""
 
     config: RunConfig
     ranks: Ranks
-    schedule: Schedule
+    schedule: Schedule | StreamSchedule
     model: WanTransformer
     optimizer: torch.optim.AdamW
     ema: Ema
     timer: StepTimer
     checkpointer: Checkpointer
-    held_out: HeldOut
-    feed: PlannedFeed
+    held_out: HeldOut | None
+    feed: PlannedFeed | StreamFeed
     ledger: Ledger
     tracker: Tracker | None
     first_step: int
@@ -169,10 +188,15 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     folder = config.run_dir / "checkpoints"
     resume_from = Checkpointer.to_resume(folder, config.checkpoint)
     saved = read_state(resume_from) if resume_from else None
-    schedule = build_schedule(config, ranks.world_size, ranks.device, saved)
-    if ranks.is_main:
-        schedule.corpus.verify()
-        print(schedule.corpus.describe(), flush=True)
+    schedule: Schedule | StreamSchedule
+    if config.data.mode == "stream":
+        schedule, min_drawn = build_stream_schedule(config, ranks.device), _MIN_DRAWN
+    else:
+        schedule = build_schedule(config, ranks.world_size, ranks.device, saved)
+        min_drawn = min(_MIN_DRAWN, len(schedule.train_ids))
+        if ranks.is_main:
+            schedule.corpus.verify()
+            print(schedule.corpus.describe(), flush=True)
     ranks.barrier()
     # Drawn on the CPU: equal weights on all ranks, and on every kind of device, before they are sharded.
     torch.manual_seed(config.seed)
@@ -187,20 +211,20 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     if resume_from is not None:
         saved = checkpointer.load(resume_from, schedule.identity)
         first_step, num_lost = int(saved["step"]), int(saved["num_lost"])
-        _check_position(schedule, first_step, int(saved["position"]))
-    ledger = Ledger(config.run_dir, ranks.rank, config.data, min(1000, len(schedule.train_ids)), num_lost)
+        if isinstance(schedule, Schedule):
+            _check_position(schedule, first_step, int(saved["position"]))
+    ledger = Ledger(config.run_dir, ranks.rank, config.data, min_drawn, num_lost)
     if ranks.is_main:
         ledger.forget_from(first_step)
         if first_step < config.max_steps:
             save_config(schedule.config, config.run_dir / "config.yaml")
     ranks.barrier()
 
-    geometry = model_geometry(config.model)
-    smallest = min(schedule.table.shapes, key=lambda shape: (geometry.num_tokens(shape), shape))
-    parts = (schedule.corpus.reader(), geometry, smallest, config.objective, config.seed)
-    training, evaluation = MicroBatchDataset(*parts), MicroBatchDataset(*parts, is_training=False)
-    # Latents and noise in fp32; an oversize sample runs alone.
-    largest = max(config.schedule.memory_limit_tokens, int(schedule.table.num_tokens.max()))
+    feed: PlannedFeed | StreamFeed
+    if isinstance(schedule, StreamSchedule):
+        feed, held_out = stream_feed(config, ranks, schedule, saved), None
+    else:
+        feed, held_out = planned_feeds(config, ranks, schedule, first_step)
     return Run(
         config=config,
         ranks=ranks,
@@ -210,30 +234,78 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         ema=ema,
         timer=timer,
         checkpointer=checkpointer,
-        held_out=HeldOut(
-            schedule.held_out_ids,
-            schedule.corpus,
-            evaluation,
-            build_cost_model(schedule.config.cost.gpu, config.model, "none"),
-            config.schedule.memory_limit_tokens,
-            ranks,
-            config.evaluation,
-        ),
-        feed=PlannedFeed(
-            training,
-            schedule.corpus,
-            schedule.policy,
-            ranks.rank,
-            range(first_step, config.max_steps),
-            config.data,
-            micro_batch_bytes=largest * geometry.token_size * 2 * 4,
-            pin_memory=ranks.device.type == "cuda",
-        ),
+        held_out=held_out,
+        feed=feed,
         ledger=ledger,
         tracker=Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps)
         if ranks.is_main
         else None,
         first_step=first_step,
+    )
+
+
+def planned_feeds(config: RunConfig, ranks: Ranks, schedule: Schedule, first_step: int) -> tuple[PlannedFeed, HeldOut]:
+    """Training and held-out samples of an indexed run."""
+    geometry = model_geometry(config.model)
+    smallest = min(schedule.table.shapes, key=lambda shape: (geometry.num_tokens(shape), shape))
+    parts = (schedule.corpus.reader(), geometry, smallest, config.objective, config.seed)
+    training, evaluation = MicroBatchDataset(*parts), MicroBatchDataset(*parts, is_training=False)
+    held_out = HeldOut(
+        schedule.held_out_ids,
+        schedule.corpus,
+        evaluation,
+        build_cost_model(schedule.config.cost.gpu, config.model, "none"),
+        config.schedule.memory_limit_tokens,
+        ranks,
+        config.evaluation,
+    )
+    # Latents and noise in fp32; an oversize sample runs alone.
+    largest = max(config.schedule.memory_limit_tokens, int(schedule.table.num_tokens.max()))
+    feed = PlannedFeed(
+        training,
+        schedule.corpus,
+        schedule.policy,
+        ranks.rank,
+        range(first_step, config.max_steps),
+        config.data,
+        micro_batch_bytes=largest * geometry.token_size * 2 * 4,
+        pin_memory=ranks.device.type == "cuda",
+    )
+    return feed, held_out
+
+
+def build_stream_schedule(config: RunConfig, device: torch.device) -> StreamSchedule:
+    """What decides over a run without an index. Raises ValueError for what needs one."""
+    check_stream_config(config.data, config.schedule)
+    gpu = resolve_gpu(config.cost, device)
+    meet = _resolve_meet(config, gpu)
+    identity: dict[str, object] = {
+        "data.mode": "stream",
+        "shards": shard_names(config.data.path),
+        "normalization_hash": peek_normalization(find_shards(config.data.path)[0]),
+        "seed": config.seed,
+        "schedule.policy": config.schedule.policy,
+    }
+    resolved = replace(config, schedule=replace(config.schedule, meet=meet), cost=replace(config.cost, gpu=gpu))
+    return StreamSchedule(meet, identity, resolved)
+
+
+def stream_feed(
+    config: RunConfig, ranks: Ranks, schedule: StreamSchedule, saved: dict[str, object] | None
+) -> StreamFeed:
+    """Training samples of a run without an index."""
+    return StreamFeed(
+        config.data,
+        config.schedule,
+        ranks,
+        saved,
+        build_cost_model(schedule.config.cost.gpu, config.model, config.schedule.recompute),
+        schedule.meet,
+        model_geometry(config.model),
+        config.objective,
+        config.model.text_dim,
+        config.model.text_len,
+        config.seed,
     )
 
 
