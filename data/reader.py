@@ -68,7 +68,7 @@ class SampleReader:
     """Reads samples of one dataset. Picklable, and small: it keeps no index."""
 
     def __init__(self, index: ShardIndex) -> None:
-        self.info = index.info
+        self.info = replace(index.info, shards={})  # a large dataset has tens of thousands
         self.storage = Storage(index.root)
 
     def read(self, place: SamplePlace) -> Sample:

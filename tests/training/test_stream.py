@@ -183,7 +183,7 @@ def test_local_packing_levels_better_than_buckets(results: dict[int, Any]) -> No
         return 1 - sum(cost.mean(1).sum() for cost in costs) / sum(cost.max(1).sum() for cost in costs)
 
     shares = {policy: idle(policy) for policy in POLICIES}
-    print("planned idle share by slot:", {policy: round(share, 3) for policy, share in shares.items()})
+    print("planned idle share by slot:", {policy: round(float(share), 3) for policy, share in shares.items()})
     assert shares["local"] < shares["dual_constraint"]
 
 
