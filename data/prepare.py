@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,20 @@ def prepare(
     *,
     rank: int = 0,
     world_size: int = 1,
+    all_have_begun: Callable[[], None] = lambda: None,
 ) -> tuple[ShardIndex, dict[str, Any]] | None:
     """Prepare this process's share of the inputs into the dataset folder `output`.
+
+    Args:
+        inputs: See `plan_units`.
+        output: Folder to make. It appears under this name only once it is complete.
+        cuts: Target shapes and rules.
+        codec: Pixels to latents.
+        text_encoder: Captions to embeddings.
+        config: Threads, batches, shards.
+        rank: This process among the `world_size` of the launch.
+        world_size: Processes that share the work.
+        all_have_begun: Returns once every process has called it; else rank 0 could be done before another looks.
 
     Returns:
         On rank 0, which waits for the others and completes the dataset, its index and the content of its
@@ -87,6 +99,7 @@ def prepare(
     units = plan_units(inputs, config.items_per_unit, config.media_root)
     work = _Work(output.with_name(f".{output.name}.unfinished"), units, cuts, codec, text_encoder, config)
     work.begin(rank, world_size)
+    all_have_begun()
     for number in _with_progress(range(rank, len(units), world_size), units, rank):
         work.do(number)
     if rank:

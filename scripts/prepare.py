@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,14 @@ def make_encoders(args: argparse.Namespace, local_rank: int) -> tuple[Any, Any]:
     return codec, text_encoder
 
 
+def join_launch() -> Callable[[], None]:
+    """Meet the other processes of the launch; returns a function that waits until all have called it."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return dist.barrier
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the preparation, or this process's share of it."""
     args = parse_args(argv)
@@ -107,9 +116,9 @@ def main(argv: list[str] | None = None) -> None:
             overwrite=args.overwrite,
         )
         cuts = CutConfig.load(args.config, args.shapes)
-        done = prepare(
-            args.input, args.output, cuts, codec, text_encoder, config, rank=rank, world_size=max(world_size, 1)
-        )
+        begun = join_launch() if world_size > 1 else lambda: None
+        ranks = {"rank": rank, "world_size": max(world_size, 1), "all_have_begun": begun}
+        done = prepare(args.input, args.output, cuts, codec, text_encoder, config, **ranks)
     except ValueError as error:
         sys.exit(f"error: {error}")
     if done is not None:
