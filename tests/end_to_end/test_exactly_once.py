@@ -144,12 +144,3 @@ def test_a_killed_data_worker_ends_all_ranks_with_the_cause(run_config: Path, ru
     # The last checkpoint is usable.
     done = max(int(path.name[5:]) for path in (runs / "dead-worker" / "checkpoints").glob("step-????????"))
     launch(run_config, *overrides[:1], f"max_steps={done + 1}", *overrides[2:], ranks=1)
-
-
-def test_the_papers_policies_refuse_another_number_of_ranks(run_config: Path) -> None:
-    """Their steps depend on it, so going on would repeat some samples and leave others out."""
-    overrides = ("name=dual", "schedule.policy=dual_constraint", "evaluation.max_samples=0", "data.num_workers=0")
-    launch(run_config, *overrides, "max_steps=2", ranks=2)
-    result = launch(run_config, *overrides, "max_steps=4", ranks=1, check=False)
-    assert result.returncode != 0
-    assert "made with ranks=2, this run has 1" in result.stderr
