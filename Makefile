@@ -10,7 +10,7 @@ MEDIA ?= sample_data/media
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env data train report test test-gpu lint clean
+.PHONY: env data train report test stress test-gpu lint clean
 
 env: $(VENV)/.installed
 
@@ -35,7 +35,10 @@ report: env
 	$(BIN)/python -m scripts.report --run $(RUN)
 
 test: env lint
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not stress"
+
+stress: env
+	$(BIN)/python -m pytest -m stress
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu

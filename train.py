@@ -19,7 +19,7 @@ from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import device_name, model_dims
 from adaptiveload.training.distributed import clip_gradients, finish_ranks, reshard, start_ranks
-from adaptiveload.training.feed import MicroBatch
+from adaptiveload.training.feed import MicroBatch, explain_worker_failure
 from adaptiveload.training.live_step import run_micro_batch
 from adaptiveload.training.metrics import (
     RankMeasurement,
@@ -29,7 +29,7 @@ from adaptiveload.training.metrics import (
     step_metrics,
 )
 from adaptiveload.training.optimizer import learning_rate
-from adaptiveload.training.run import Run, build_run, build_schedule, check_agreement
+from adaptiveload.training.run import Run, Schedule, build_run, build_schedule, check_agreement
 from adaptiveload.training.startup_report import describe_schedule
 
 MicroBatchLosses = list[tuple[torch.Tensor, tuple[str, ...]]]
@@ -65,7 +65,7 @@ def train(run: Run) -> None:
         adapt(run, plan, measured)
         is_last = step + 1 == config.max_steps
         if is_last or (step + 1) % config.checkpoint.every_steps == 0:
-            run.checkpointer.save(step + 1, run.saved_state(plan.next_position))
+            run.checkpointer.save(step + 1, run.saved_state(plan))
         if is_last or (step + 1) % config.evaluation.every_steps == 0:
             evaluate(run, step)
 
@@ -82,7 +82,7 @@ def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatc
     num_lost = 0
     count = len(plan.micro_batches(run.ranks.rank))
     for g, micro_batch in enumerate(micro_batches):
-        run.lost.record(plan.step, run.ranks.rank, micro_batch.lost)
+        run.ledger.record(plan.step, micro_batch.trained, micro_batch.lost)
         num_lost += len(micro_batch.lost)
         batch = micro_batch.packed.to(run.ranks.device, non_blocking=True)
         loss_sum = run_micro_batch(
@@ -127,14 +127,14 @@ def set_learning_rate(run: Run, step: int) -> float:
 def log_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[str, float]) -> None:
     """Rank 0 writes down what all ranks measured. Stops all ranks where too many samples were lost."""
     if run.tracker is not None:
-        write_step(run, plan, measured, extra | {"data/num_lost": run.lost.total + measured.num_lost})
-    run.lost.add(measured.num_lost, plan.next_position)
+        write_step(run, plan, measured, extra | {"data/num_lost": run.ledger.total + measured.num_lost})
+    run.ledger.add(measured.num_lost, plan.next_position)
 
 
 def write_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[str, float]) -> None:
     """Write the figures of a step, and from time to time what each rank did in each slot."""
     assert run.tracker is not None
-    table = run.schedule.table
+    table = run.feed.table
     metrics = step_metrics(plan, measured, table, model_dims(run.config.model), device_name(run.ranks.device))
     run.tracker.log(plan.step, metrics | extra)
     if plan.step % run.config.tracking.schedule_every_steps == 0:
@@ -142,7 +142,9 @@ def write_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[
 
 
 def adapt(run: Run, plan: StepPlan, measured: StepMeasurement) -> None:
-    """Let what was measured reprice later steps, and say so. Collective."""
+    """Let what was measured reprice later steps, and say so. Collective; a stream is not planned ahead."""
+    if run.adaptation is None:
+        return
     for line in run.adaptation.after_step(plan, measured.busy_s):
         if run.tracker is not None:
             run.tracker.message(f"step {plan.step + 1}: {line}")
@@ -150,7 +152,7 @@ def adapt(run: Run, plan: StepPlan, measured: StepMeasurement) -> None:
 
 def evaluate(run: Run, step: int) -> None:
     """Held-out loss of the averaged weights."""
-    if run.held_out.num_draws == 0:
+    if run.held_out is None or run.held_out.num_draws == 0:
         return
     # Both are collective: every rank takes part, rank 0 writes.
     linear_loss = run.held_out.linear_loss
@@ -184,13 +186,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if ranks.is_main:
             print(ranks.describe(), flush=True)
         if options.dry_run:
+            if config.data.mode != "index":
+                raise ValueError("--dry-run needs an index: a stream is planned as it is read")
             schedule = build_schedule(config, options.ranks or ranks.world_size, ranks.device, None)
             if ranks.is_main:
-                schedule.index.verify()
+                schedule.corpus.verify()
                 print(describe_schedule(schedule, options.ranks or ranks.world_size))
             return
         run = build_run(config, ranks)
-        if ranks.is_main and run.first_step < config.max_steps:
+        if ranks.is_main and run.first_step < config.max_steps and isinstance(run.schedule, Schedule):
             print(describe_schedule(run.schedule, ranks.world_size, run.first_step), flush=True)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"train.py: {error}")
@@ -198,6 +202,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{config.run_dir} has all {config.max_steps} steps: nothing left to train (raise max_steps to go on)")
     try:
         train(run)
+    except RuntimeError as error:
+        if reason := explain_worker_failure(error, ranks.rank):
+            sys.exit(f"train.py: {reason}")
+        raise
     finally:
         run.feed.close()
         if run.tracker is not None:

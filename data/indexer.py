@@ -2,8 +2,7 @@
 
 import json
 import struct
-from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -15,15 +14,86 @@ from adaptiveload.data.index import (
     DatasetInfo,
     ShardIndex,
 )
-from adaptiveload.data.reader import JSON_MEMBER, LATENTS_MEMBER
-from adaptiveload.data.tar_scan import Problem, TarSample, scan_tar
+from adaptiveload.data.reader import JSON_MEMBER, LATENTS_MEMBER, TEXT_TENSOR
+from adaptiveload.data.storage import Storage
+from adaptiveload.data.strings import StringColumn
+from adaptiveload.data.tar_scan import Problem, TarSample, iter_tar
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
+_LONGEST_HEADER = 2**20  # of a safetensors file; ours have some hundred bytes
 _SHARED = ("codec", "normalization_hash", "text_encoder", "format_version")
 
 
-def index_shards(dataset_dir: str | Path) -> tuple[ShardIndex, list[Problem]]:
-    """Index all `*.tar` of a folder, in the order of their names.
+class IndexBuilder:
+    """Collects rows shard by shard. The first sample sets what all must have in common."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.shards: dict[str, int] = {}
+        self.problems: list[Problem] = []
+        self._shared: dict[str, Any] = {}
+        self._captions: dict[str, None] = {}
+        self._parts: list[list[StringColumn | np.ndarray]] = []
+
+    def add_shard(self, storage: Storage, name: str) -> None:
+        """Index one shard of `storage`. Raises OSError if it cannot be read at all."""
+        self.shards[name] = storage.size(name)
+        rows: list[tuple[Any, ...]] = []
+        with storage.open(name) as file:
+            for found in iter_tar(file, name, _load_headers):
+                if isinstance(found, Problem):
+                    self.problems.append(found)
+                    continue
+                try:
+                    rows.append(self._row(name, found))
+                except (ValueError, KeyError, TypeError) as error:
+                    self.problems.append(Problem(f"{name}/{found.key}", _reason(error)))
+        if rows:
+            self.num_rows += len(rows)
+            self._parts.append(_columns(rows))
+
+    def index(self, root: str) -> ShardIndex:
+        """The index of all rows. Raises ValueError if there are none."""
+        if not self.num_rows:
+            detail = "".join(f"\n  {problem.key}: {problem.reason}" for problem in self.problems[:5])
+            raise ValueError(f"no usable sample in the {len(self.shards)} shards of {root}{detail}")
+        captions = tuple(sorted(self._captions))
+        info = DatasetInfo(
+            **self._shared,
+            num_samples=self.num_rows,
+            shards=self.shards,
+            captions=captions,
+            geometry=LatentGeometry(),
+        )
+        columns = [
+            StringColumn.concatenate(parts) if isinstance(parts[0], StringColumn) else np.concatenate(parts)
+            for parts in zip(*self._parts, strict=True)
+        ]
+        return ShardIndex(root, info, *columns)
+
+    def _row(self, shard: str, sample: TarSample) -> tuple[Any, ...]:
+        meta = json.loads(sample.data[JSON_MEMBER])
+        latents, texts = tensor_shapes(sample.data[LATENTS_MEMBER], sample.members[LATENTS_MEMBER][1])
+        shape = Shape(meta["frames"], meta["height"], meta["width"])
+        expected = list(LatentGeometry().latent_size(shape))
+        if latents != expected:
+            raise ValueError(f"latents {latents}, but {shape} needs {expected}")
+        for text in texts.values():
+            if len(text) != 2 or not text[0] or text[1] != texts[TEXT_TENSOR][1]:
+                raise ValueError(f"text {text} must have two axes, at least one row, and one width")
+        if meta["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format version {meta['format_version']}; this program reads {FORMAT_VERSION}")
+        shared = {**{name: meta[name] for name in _SHARED}, "text_dim": texts[TEXT_TENSOR][1]}
+        for name, value in shared.items():
+            if self._shared.setdefault(name, value) != value:
+                raise ValueError(f"{name} {value}, but samples before have {self._shared[name]}")
+        self._captions |= dict.fromkeys(name.removeprefix(f"{TEXT_TENSOR}.") for name in texts if name != TEXT_TENSOR)
+        longest = max(text[0] for text in texts.values())
+        return (sample.key, meta["source"], shard, sample.offset, sample.size, *shape, longest)
+
+
+def index_shards(dataset_dir: str) -> tuple[ShardIndex, list[Problem]]:
+    """Index all `*.tar` of a folder or URL, in the order of their names, in one pass from front to back.
 
     Returns:
         The index of all usable samples (not yet written), and what was left out. If the folder has an index already,
@@ -32,82 +102,66 @@ def index_shards(dataset_dir: str | Path) -> tuple[ShardIndex, list[Problem]]:
     Raises:
         ValueError: If the folder has no shard, no usable sample, or no `null_text.safetensors`.
     """
-    root = Path(dataset_dir)
-    paths = sorted(root.glob("*.tar"))
-    if not paths:
-        raise ValueError(f"no shards (*.tar) in {root}")
-    if not (root / NULL_TEXT_NAME).is_file():
-        raise ValueError(f"{root / NULL_TEXT_NAME} (embedding of the empty caption) is missing")
-    rows: list[tuple] = []
-    shared: dict = {}
-    problems: list[Problem] = []
-    for path in paths:
-        scan = scan_tar(path)
-        problems += scan.problems
-        with path.open("rb") as file:
-            for sample in scan.samples:
-                try:
-                    rows.append(_row(file, path.name, sample, shared))
-                except (ValueError, KeyError, TypeError) as error:
-                    problems.append(Problem(f"{path.name}/{sample.key}", _reason(error)))
-    if not rows:
-        detail = "".join(f"\n  {problem.key}: {problem.reason}" for problem in problems[:5])
-        raise ValueError(f"no usable sample in the {len(paths)} shards of {root}{detail}")
-    sizes = {path.name: path.stat().st_size for path in paths}
-    info = DatasetInfo(**shared, num_samples=len(rows), shards=sizes, geometry=LatentGeometry())
-    index = ShardIndex(root, info, *_columns(rows))
-    return index, problems + _lost_since(index)
+    storage = Storage(dataset_dir)
+    names = storage.names(".tar")
+    if not names:
+        raise ValueError(f"no shards (*.tar) in {dataset_dir}")
+    if not storage.exists(NULL_TEXT_NAME):
+        raise ValueError(f"{storage.path(NULL_TEXT_NAME)} (embedding of the empty caption) is missing")
+    builder = IndexBuilder()
+    for name in names:
+        builder.add_shard(storage, name)
+    index = builder.index(storage.root)
+    return index, builder.problems + _lost_since(index, storage)
 
 
 def _reason(error: Exception) -> str:
     return f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def _columns(rows: list[tuple]) -> list[np.ndarray]:
-    kinds = (object, object, object, np.int64, np.int64, np.int32, np.int32, np.int32, np.int32)
-    return [np.array(column, dtype=kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
-
-
-def _row(file: BinaryIO, shard: str, sample: TarSample, shared: dict) -> tuple:
-    """Index row of one sample. The first sample of a dataset sets `shared`; the others must agree with it."""
-    meta = json.loads(_read(file, *sample.members[JSON_MEMBER]))
-    latents, text = _tensor_shapes(file, *sample.members[LATENTS_MEMBER])
-    shape = Shape(meta["frames"], meta["height"], meta["width"])
-    expected = list(LatentGeometry().latent_size(shape))
-    if latents != expected:
-        raise ValueError(f"latents {latents}, but {shape} needs {expected}")
-    if len(text) != 2 or not text[0]:
-        raise ValueError(f"text {text} must have two axes and at least one row")
-    if meta["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"format version {meta['format_version']}; this program reads {FORMAT_VERSION}")
-    for name, value in {**{name: meta[name] for name in _SHARED}, "text_dim": text[1]}.items():
-        if shared.setdefault(name, value) != value:
-            raise ValueError(f"{name} {value}, but samples before have {shared[name]}")
-    return (sample.key, meta["source"], shard, sample.offset, sample.size, *shape, text[0])
-
-
-def _read(file: BinaryIO, offset: int, size: int) -> bytes:
-    file.seek(offset)
-    return file.read(size)
-
-
-def _tensor_shapes(file: BinaryIO, offset: int, size: int) -> tuple[list[int], list[int]]:
-    """Shapes of `latents` and `text` from the safetensors header: 8 bytes of length, then JSON."""
-    (length,) = struct.unpack("<Q", _read(file, offset, 8)) if size >= 8 else (0,)
-    if not 0 < length <= size - 8:
-        raise ValueError(f"{LATENTS_MEMBER} is damaged")
-    header = json.loads(_read(file, offset + 8, length))
-    return header["latents"]["shape"], header["text"]["shape"]
-
-
-def _lost_since(index: ShardIndex) -> list[Problem]:
-    """Shards that held more samples when the folder was indexed last."""
-    if not all((index.root / name).is_file() for name in (INDEX_NAME, INFO_NAME)):
-        return []
-    before = dict(zip(*np.unique(ShardIndex.read(index.root).shards.astype(str), return_counts=True), strict=True))
-    now = dict(zip(*np.unique(index.shards.astype(str), return_counts=True), strict=True))
+def _columns(rows: list[tuple[Any, ...]]) -> list[StringColumn | np.ndarray]:
+    kinds = (str, str, str, np.int64, np.int64, np.int32, np.int32, np.int32, np.int32)
     return [
-        Problem(str(shard), f"{now.get(shard, 0)} usable samples, the last index promised {count}")
+        StringColumn.of(column) if kind is str else np.array(column, dtype=kind)
+        for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)
+    ]
+
+
+def _load_headers(extension: str, member: BinaryIO) -> bytes:
+    """The json whole; of the tensors only their header: 8 bytes of length, then JSON."""
+    if extension == JSON_MEMBER:
+        return member.read()
+    if extension != LATENTS_MEMBER:
+        return b""
+    head = member.read(8)
+    (length,) = struct.unpack("<Q", head) if len(head) == 8 else (0,)
+    return head + member.read(min(length, _LONGEST_HEADER))
+
+
+def tensor_shapes(head: bytes, size: int) -> tuple[list[int], dict[str, list[int]]]:
+    """Shape of `latents`, and of each text, from the first bytes of a safetensors member of `size` bytes."""
+    (length,) = struct.unpack("<Q", head[:8]) if len(head) >= 8 else (0,)
+    if not 0 < length <= size - 8 or len(head) < 8 + length:
+        raise ValueError(f"{LATENTS_MEMBER} is damaged")
+    header = json.loads(head[8 : 8 + length])
+    texts = {name: header[name]["shape"] for name in header if name.split(".")[0] == TEXT_TENSOR}
+    if TEXT_TENSOR not in texts:
+        raise KeyError(TEXT_TENSOR)
+    return header["latents"]["shape"], texts
+
+
+def _lost_since(index: ShardIndex, storage: Storage) -> list[Problem]:
+    """Shards that held more samples when the folder was indexed last."""
+    if not all(storage.exists(name) for name in (INDEX_NAME, INFO_NAME)):
+        return []
+    before, now = _counts(ShardIndex.read(index.root)), _counts(index)
+    return [
+        Problem(shard, f"{now.get(shard, 0)} usable samples, the last index promised {count}")
         for shard, count in before.items()
         if now.get(shard, 0) < count
     ]
+
+
+def _counts(index: ShardIndex) -> dict[str, int]:
+    names = index.shards.names
+    return dict(zip(names, np.bincount(index.shards.codes, minlength=len(names)).tolist(), strict=True))

@@ -5,6 +5,7 @@ holds the first pixel frame alone, every later one four, so a prefix of 4k+1 fra
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,14 +20,19 @@ class LatentCodec(Protocol):
 
     Attributes:
         name: Stored with every sample.
-        normalization_hash: Changes whenever equal pixels would give other latents' mean or std.
+        normalization_hash: Changes whenever equal pixels would give other latents.
+        settings: What else decides about the latents' values, such as the precision.
     """
 
     name: str
     normalization_hash: str
+    settings: str
 
     def encode(self, frames: np.ndarray) -> np.ndarray:
         """uint8 [F, H, W, 3] -> normalised float32 [16, f, h, w]. Raises ValueError unless F = 4k+1, H = 8h, W = 8w."""
+
+    def encode_batch(self, clips: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """`encode` of clips of one shape."""
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """float32 [16, f, h, w] -> uint8 [F, H, W, 3]."""
@@ -65,6 +71,7 @@ class DctCodec:
     """
 
     name = "dct"
+    settings = "fp32"
 
     def __init__(self):
         self._first = _basis(1, _FIRST_LUMA), _basis(1, _CHROMA)
@@ -88,6 +95,10 @@ class DctCodec:
         first = (_analyse(ycc[:1], 1, self._first) - _FIRST_MEAN) / _FIRST_STD
         later = (_analyse(ycc[1:], TEMPORAL_STRIDE, self._later) - _LATER_MEAN) / _LATER_STD
         return np.ascontiguousarray(rearrange(np.concatenate([first, later]), "f y x c -> c f y x"), dtype=np.float32)
+
+    def encode_batch(self, clips: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """`encode` of each clip."""
+        return [self.encode(frames) for frames in clips]
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """float32 [16, f, h, w] -> uint8 [F, H, W, 3], clipped to the range of a byte.

@@ -19,6 +19,8 @@ VIDEO_SUFFIXES = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".m
 
 # A picture that stays longer than this means broken time stamps (or nothing to learn), not slow motion.
 _MAX_HOLD_S = 10
+# A part that begins later than this is sought; an earlier one is decoded from the clip's beginning.
+_SEEK_FROM_S = 2
 
 
 class MediaError(Exception):
@@ -91,33 +93,49 @@ class Picture:
         return max(1, round(self.frame.width * self.pixel_aspect))
 
 
-def probe_video(source: Path | BinaryIO, fps: float) -> VideoInfo:
-    """Decode a clip once to learn its frames and size; memory does not grow with its length.
+def probe_video(source: Path | BinaryIO, fps: float, start_s: float = 0.0, end_s: float | None = None) -> VideoInfo:
+    """Decode a clip, or a part of it, once to learn its frames and size; memory does not grow with its length.
 
     Raises:
         MediaError: If not a single picture can be decoded.
     """
     num_frames, size, damage = 0, (0, 0), None
     try:
-        for _, picture in iter_frames(source, fps):
+        for _, picture in iter_frames(source, fps, start_s, end_s):
             size = size if num_frames else picture.size
             num_frames += 1
     except MediaError as error:
         if not num_frames:
             raise
         damage = str(error)
+    if not num_frames:
+        raise MediaError(f"no picture between {start_s:.3f} s and {'the end' if end_s is None else f'{end_s:.3f} s'}")
     return VideoInfo(num_frames, *size, damage)
 
 
-def iter_frames(source: Path | BinaryIO, fps: float) -> Iterator[tuple[int, Picture]]:
-    """(k, picture shown at k/fps seconds) for k = 0, 1, ... up to the last picture.
+def iter_frames(
+    source: Path | BinaryIO, fps: float, start_s: float = 0.0, end_s: float | None = None
+) -> Iterator[tuple[int, Picture]]:
+    """(k, picture shown at start_s + k/fps seconds) for k = 0, 1, ... up to the last picture, or before `end_s`.
+
+    A start far into a clip is reached by its index, not by decoding what comes before.
 
     Raises:
         MediaError: After the last good frame, if decoding could not go on to the end.
     """
+    begin = Fraction(start_s).limit_denominator(1_000_000)
+    length = None if end_s is None else Fraction(end_s).limit_denominator(1_000_000) - begin
+    for k, picture in _resampled(_pictures(source, begin), fps, begin):
+        if length is not None and k >= length * Fraction(fps).limit_denominator(100_000):
+            return
+        yield k, picture
+
+
+def _resampled(
+    pictures: Iterator[tuple[Fraction, Picture]], fps: float, begin: Fraction
+) -> Iterator[tuple[int, Picture]]:
     period = 1 / Fraction(fps).limit_denominator(100_000)
     k, held, shown_from, damage = 0, None, Fraction(0), None
-    pictures = _pictures(source)
     while True:
         try:
             seconds, picture = next(pictures)
@@ -126,6 +144,7 @@ def iter_frames(source: Path | BinaryIO, fps: float) -> Iterator[tuple[int, Pict
         except MediaError as error:
             damage = error
             break
+        seconds -= begin
         # Stamps are rounded to the container's time base: up to half a unit late still counts as in time.
         seconds -= picture.frame.time_base / 2
         while held is not None and k * period < seconds:
@@ -139,8 +158,11 @@ def iter_frames(source: Path | BinaryIO, fps: float) -> Iterator[tuple[int, Pict
         raise damage
 
 
-def _pictures(source: Path | BinaryIO) -> Iterator[tuple[Fraction, Picture]]:
-    """Decoded pictures with their time after the first one, in seconds, strictly increasing."""
+def _pictures(source: Path | BinaryIO, begin: Fraction) -> Iterator[tuple[Fraction, Picture]]:
+    """Decoded pictures with their time after the clip's first one, in seconds, strictly increasing.
+
+    Those long before `begin` may be left out.
+    """
     count, start, previous = 0, None, None
     if not isinstance(source, Path):
         source.seek(0)
@@ -154,7 +176,11 @@ def _pictures(source: Path | BinaryIO) -> Iterator[tuple[Fraction, Picture]]:
                 if frame.pts is None or frame.is_corrupt:
                     raise MediaError(f"picture {count} is damaged or has no time stamp")
                 now = frame.pts * frame.time_base
-                start = now if start is None else start
+                if start is None:
+                    start = now
+                    if begin > _SEEK_FROM_S:
+                        yield from _pictures_from(container, stream, start, begin, aspect)
+                        return
                 if previous is not None and now - previous > _MAX_HOLD_S:
                     raise MediaError(f"picture {count} comes {float(now - previous):.1f} s after the one before")
                 if previous is None or now > previous:
@@ -165,6 +191,26 @@ def _pictures(source: Path | BinaryIO) -> Iterator[tuple[Fraction, Picture]]:
         raise MediaError(f"decoding stopped after {count} pictures: {type(error).__name__}: {error}") from error
     if not count:
         raise MediaError("no pictures in the video stream")
+
+
+def _pictures_from(
+    container: av.container.InputContainer, stream: av.VideoStream, start: Fraction, begin: Fraction, aspect: Fraction
+) -> Iterator[tuple[Fraction, Picture]]:
+    """As `_pictures`, from the key picture at or before `begin` on."""
+    container.seek(int((start + begin) / stream.time_base), stream=stream, backward=True)
+    previous, count = None, 0
+    for frame in container.decode(stream):
+        if frame.pts is None or frame.is_corrupt:
+            raise MediaError(f"picture {count} after {float(begin):.3f} s is damaged or has no time stamp")
+        now = frame.pts * frame.time_base
+        if previous is not None and now - previous > _MAX_HOLD_S:
+            raise MediaError(f"a picture comes {float(now - previous):.1f} s after the one before")
+        if previous is None or now > previous:
+            yield now - start, Picture(frame, aspect)
+            previous = now
+        count += 1
+    if not count:
+        raise MediaError(f"the clip ends before {float(begin):.3f} s")
 
 
 def crop_resize(rgb: np.ndarray, box: tuple[float, float, float, float], height: int, width: int) -> np.ndarray:

@@ -1,109 +1,312 @@
-"""Raw media to a dataset: decode, cut, encode, write, report. The dataset appears whole or not at all."""
+"""Raw media to a dataset: decode, cut, encode, write, report. The dataset appears whole or not at all.
 
-import hashlib
+The work is done in units (`raw.py`), dealt to the processes of a launch by number. Everything is written into a hidden
+folder beside the output, which becomes the output at the end. A unit counts once its marker is there, so a launch that
+was stopped goes on where it was, with any number of processes; settings and inputs must be the same, and the media of
+finished units must not have changed.
+"""
+
 import json
-import os
+import logging
 import re
 import shutil
+import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+import numpy as np
 
 from adaptiveload.data.cuts import CutConfig
-from adaptiveload.data.encode import ItemResult, encode_item
-from adaptiveload.data.index import INFO_NAME, ShardIndex
+from adaptiveload.data.encode import EncodeConfig, ItemResult, encode_items
+from adaptiveload.data.index import INFO_NAME, DatasetInfo, ShardIndex, write_index
 from adaptiveload.data.latent_codecs import LatentCodec
-from adaptiveload.data.raw import RawItem, find_inputs
+from adaptiveload.data.media import MediaError
+from adaptiveload.data.raw import RawItem, Unit, digest_of, plan_units
 from adaptiveload.data.report import Report
-from adaptiveload.data.shard_writer import DatasetWriter
+from adaptiveload.data.shard_writer import DatasetWriter, write_null_text
+from adaptiveload.data.strings import StringColumn
 from adaptiveload.data.text import TextEncoder
 from adaptiveload.scheduling.shapes import Shape
 
+logger = logging.getLogger(__name__)
+
 REPORT_NAME = "report.json"
+ITEMS_NAME = "items.jsonl"
+_UNITS = ".units"
+_PLAN_NAME = "plan.json"
+_PROGRESS_S = 20.0  # between lines of progress
+_POLL_S = 0.2  # between looks at what other processes have finished
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """How a preparation runs; what it makes is `CutConfig`'s part.
+
+    Attributes:
+        encode: Threads and batches.
+        samples_per_shard: Samples in one shard.
+        items_per_unit: Files or rows that are done as a whole; a shard of media is always one unit.
+        media_root: What relative paths of manifests are relative to; their folder if None.
+        overwrite: Replace an existing dataset, once the new one is complete.
+    """
+
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
+    samples_per_shard: int = 1000
+    items_per_unit: int = 256
+    media_root: str | None = None
+    overwrite: bool = False
 
 
 def prepare(
-    inputs: list[Path],
+    inputs: Sequence[str | Path],
     output: Path,
-    config: CutConfig,
+    cuts: CutConfig,
     codec: LatentCodec,
     text_encoder: TextEncoder,
+    config: PrepareConfig | None = None,
     *,
-    overwrite: bool = False,
-    num_workers: int = 1,
-    samples_per_shard: int = 1000,
-) -> tuple[ShardIndex, dict[str, Any]]:
-    """Prepare all inputs into the dataset folder `output`; returns its index and the content of its `report.json`.
+    rank: int = 0,
+    world_size: int = 1,
+    all_have_begun: Callable[[], None] = lambda: None,
+) -> tuple[ShardIndex, dict[str, Any]] | None:
+    """Prepare this process's share of the inputs into the dataset folder `output`.
 
     Args:
-        inputs: Folders and `.tar` shards of media, see `raw.py`.
+        inputs: See `plan_units`.
         output: Folder to make. It appears under this name only once it is complete.
-        config: Target shapes and rules, see `cuts.py`.
-        codec: Pixels to latents; must be picklable if `num_workers` is above 1.
+        cuts: Target shapes and rules.
+        codec: Pixels to latents.
         text_encoder: Captions to embeddings.
-        overwrite: Replace an existing dataset, once the new one is complete.
-        num_workers: Processes that decode and encode.
-        samples_per_shard: Samples in one shard.
+        config: Threads, batches, shards.
+        rank: This process among the `world_size` of the launch.
+        world_size: Processes that share the work.
+        all_have_begun: Returns once every process has called it; else rank 0 could be done before another looks.
+
+    Returns:
+        On rank 0, which waits for the others and completes the dataset, its index and the content of its
+        `report.json`; None on other ranks.
 
     Raises:
-        ValueError: If `output` exists and `overwrite` is not set, or is not a dataset; if an input is unusable as such;
-            if no input gives a sample.
+        ValueError: If `output` exists and may not be replaced, or is not a dataset; if an input is unusable as such; if
+            an unfinished preparation has other settings or its media have changed; if no input gives a sample.
     """
-    _check_output(output, overwrite)
-    found = find_inputs(inputs)
-    report = Report(skipped=list(found.skipped), damaged=list(found.damaged))
-    with _finished_folder(output) as folder:
-        writer = DatasetWriter(folder, codec, text_encoder, samples_per_shard)
-        try:
-            results = _encode_all(found.items, config, codec, num_workers)
-            for result in tqdm(results, total=len(found.items), unit="item", disable=None):
-                report.add(result)
-                _write(writer, result, config.fps)
-            if not report.used:
-                reasons = "".join(f"\n  {problem.key}: {problem.reason}" for problem in report.skipped[:5])
-                raise ValueError(f"no input gave a sample ({len(report.skipped)} skipped){reasons}")
-            writer.finish()
-        finally:
-            writer.close()
-        summary = report.to_json()
-        (folder / REPORT_NAME).write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    config = config or PrepareConfig()
+    output = output.absolute()
+    _check_output(output, config.overwrite)
+    units = plan_units(inputs, config.items_per_unit, config.media_root)
+    work = _Work(output.with_name(f".{output.name}.unfinished"), units, cuts, codec, text_encoder, config)
+    work.begin(rank, world_size)
+    all_have_begun()
+    for number in _with_progress(range(rank, len(units), world_size), units, rank):
+        work.do(number)
+    if rank:
+        return None
+    work.wait()
+    try:
+        summary = work.finish()
+    except ValueError:
+        shutil.rmtree(work.folder)
+        raise
+    replaced = output.with_name(f".{output.name}.replaced")
+    if output.exists():
+        output.rename(replaced)
+    work.folder.rename(output)
+    shutil.rmtree(replaced, ignore_errors=True)
     return ShardIndex.read(output), summary
 
 
-def sample_key(source: str) -> str:
-    """Key of a source: readable, free of dots and slashes, and unique through eight hex digits of its hash."""
-    digest = hashlib.blake2b(source.encode(), digest_size=4).hexdigest()
-    return f"{re.sub(r'[^a-z0-9]+', '-', source.lower())[-40:].strip('-')}-{digest}"
+def sample_key(name: str) -> str:
+    """Key of an item: readable, free of dots and slashes, and unique through eight hex digits of its hash."""
+    return f"{re.sub(r'[^a-z0-9]+', '-', name.lower())[-40:].strip('-')}-{digest_of(name)[:8]}"
 
 
-def _encode_all(items: list[RawItem], config: CutConfig, codec: LatentCodec, num_workers: int) -> Iterator[ItemResult]:
-    encode = partial(encode_item, config=config, codec=codec)
-    if num_workers == 1:
-        yield from map(encode, items)
-        return
-    # "spawn": forking a process that has loaded torch can hang in its thread pools.
-    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
-        # A bounded number at a time, so that results do not pile up before a slow writer.
-        for start in range(0, len(items), 32 * num_workers):
-            yield from pool.map(encode, items[start : start + 32 * num_workers])
+class _Work:
+    """The hidden folder: shards, and for each finished unit a report and an index."""
+
+    def __init__(
+        self,
+        folder: Path,
+        units: list[Unit],
+        cuts: CutConfig,
+        codec: LatentCodec,
+        text_encoder: TextEncoder,
+        config: PrepareConfig,
+    ) -> None:
+        self.folder, self.units = folder, units
+        self.cuts, self.codec, self.text_encoder, self.config = cuts, codec, text_encoder, config
+
+    def begin(self, rank: int, world_size: int) -> None:
+        """Make the folder, or check that the one that is there is of the same work."""
+        settings = {
+            "codec": f"{self.codec.name} {self.codec.settings} {self.codec.normalization_hash}",
+            "text encoder": self.text_encoder.name,
+            "cuts": json.loads(json.dumps(asdict(self.cuts))),
+            "samples per shard": self.config.samples_per_shard,
+            "inputs": [[unit.name, unit.digest] for unit in self.units],
+        }
+        path = self.folder / _PLAN_NAME
+        if not path.exists():  # whoever comes first; the others would write the same
+            (self.folder / _UNITS).mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".tmp{rank}")
+            temporary.write_text(json.dumps(settings))
+            temporary.replace(path)
+        before = json.loads(path.read_text())
+        changed = [key for key, value in settings.items() if before.get(key) != value]
+        if changed:
+            raise ValueError(
+                f"{self.folder} holds an unfinished preparation with other {', '.join(changed)}; delete that folder to "
+                "begin anew, or go on with the old settings"
+            )
+        for number in range(rank, len(self.units), world_size):
+            if self._marker(number).exists():
+                self._check_sources(number)
+
+    def do(self, number: int) -> None:
+        """Prepare one unit, unless it is finished."""
+        if self._marker(number).exists():
+            return
+        prefix = f"shard-{number:06d}"
+        for path in self.folder.glob(f"{prefix}-*.tar"):
+            path.unlink()  # of a try that was stopped
+        shutil.rmtree(self.folder / _UNITS / f"{number:06d}.index", ignore_errors=True)
+        report = Report()
+        writer = DatasetWriter(self.folder, self.codec, self.text_encoder, self.config.samples_per_shard, prefix)
+        try:
+            items = _only_items(self.units[number], report)
+            for result in encode_items(items, self.cuts, self.codec, self.config.encode):
+                report.add(result)
+                _write(writer, result, self.cuts.fps)
+        finally:
+            writer.close()
+        if report.num_samples:
+            folder = self.folder / _UNITS / f"{number:06d}.index"
+            folder.mkdir()
+            index = writer.index()
+            write_index(ShardIndex(str(folder), *_columns(index)))
+        marker = self._marker(number)
+        temporary = marker.with_suffix(".tmp")
+        temporary.write_text(json.dumps(report.state(), ensure_ascii=False), encoding="utf-8")
+        temporary.replace(marker)
+
+    def wait(self) -> None:
+        """Return once all units are finished, by whatever process."""
+        told = time.monotonic()
+        while missing := [n for n in range(len(self.units)) if not self._marker(n).exists()]:
+            if time.monotonic() - told > _PROGRESS_S:
+                told = time.monotonic()
+                logger.warning("waiting for %d units of other processes, the first is %d", len(missing), missing[0])
+            time.sleep(_POLL_S)
+
+    def finish(self) -> dict[str, Any]:
+        """Index, null embedding and report of the whole dataset. Raises ValueError if there is no sample."""
+        report, indices = Report(), []
+        with (self.folder / ITEMS_NAME).open("w", encoding="utf-8") as items:
+            for number in range(len(self.units)):
+                state = json.loads(self._marker(number).read_text(encoding="utf-8"))
+                for line in state["items"]:
+                    items.write(json.dumps(line, ensure_ascii=False) + "\n")
+                report.merge(state)
+                folder = self.folder / _UNITS / f"{number:06d}.index"
+                if folder.exists():
+                    indices.append(ShardIndex.read(folder))
+        if not indices:
+            reasons = "".join(f"\n  {problem.key}: {problem.reason}" for problem in report.skipped[:5])
+            raise ValueError(f"no input gave a sample ({report.num_skipped} skipped){reasons}")
+        write_null_text(self.folder, self.text_encoder)
+        index = _merged(indices, str(self.folder))
+        index.verify()
+        write_index(index)
+        summary = report.to_json()
+        text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+        (self.folder / REPORT_NAME).write_text(text, encoding="utf-8")
+        shutil.rmtree(self.folder / _UNITS)
+        (self.folder / _PLAN_NAME).unlink()
+        return summary
+
+    def _marker(self, number: int) -> Path:
+        return self.folder / _UNITS / f"{number:06d}.json"
+
+    def _check_sources(self, number: int) -> None:
+        """Raise ValueError if media of a finished unit have changed: its latents would be of what is no more."""
+        hashes = {
+            line["item"]: line["source_hash"]
+            for line in json.loads(self._marker(number).read_text(encoding="utf-8"))["items"]
+            if line.get("source_hash")
+        }
+        for entry in self.units[number].read():
+            if isinstance(entry, RawItem) and entry.name in hashes:
+                try:
+                    found = entry.content_hash()
+                except MediaError as error:
+                    found = str(error)
+                if found != hashes[entry.name]:
+                    raise ValueError(
+                        f"{entry.name} has changed since it was prepared into {self.folder} (content {found}, then "
+                        f"{hashes[entry.name]}); delete {self._marker(number)} to prepare its unit again"
+                    )
+
+
+def _only_items(unit: Unit, report: Report) -> Iterator[RawItem]:
+    """The items of a unit; its problems go to the report."""
+    for entry in unit.read():
+        if isinstance(entry, RawItem):
+            yield entry
+        elif entry.key == unit.name:
+            report.damaged.append(entry)
+        else:
+            report.skip(entry)
 
 
 def _write(writer: DatasetWriter, result: ItemResult, fps: float) -> None:
     numbers: Counter[Shape] = Counter()
+    item = result.item
     for sample in sorted(result.samples, key=lambda sample: (sample.cut.shape, sample.cut.start)):
         shape = sample.cut.shape
-        key = f"{sample_key(result.item.source)}-{shape}-{numbers[shape]:03d}"
+        key = f"{sample_key(item.name)}-{shape}-{numbers[shape]:03d}"
         numbers[shape] += 1
         box = [round(edge, 2) for edge in sample.cut.box]
         meta = {**shape._asdict(), "fps": fps, "start_frame": sample.cut.start, "box": box}
-        writer.write(key, result.item.source, sample.latents, result.item.caption, meta)
+        meta["source_hash"] = result.source_hash
+        if item.start_s or item.end_s is not None:
+            meta |= {"start_s": item.start_s, "end_s": item.end_s}
+        if item.fields:
+            meta["fields"] = item.fields
+        writer.write(key, item.source, sample.latents, item.caption, meta, item.captions)
+
+
+def _columns(index: ShardIndex) -> list[Any]:
+    names = ("info", "keys", "sources", "shards", "offsets", "sizes", "frames", "heights", "widths", "text_lens")
+    return [getattr(index, name) for name in names]
+
+
+def _merged(indices: list[ShardIndex], root: str) -> ShardIndex:
+    infos = [index.info for index in indices]
+    captions = tuple(sorted({name for info in infos for name in info.captions}))
+    shards = {name: size for info in infos for name, size in info.shards.items()}
+    first = asdict(infos[0]) | {"num_samples": sum(info.num_samples for info in infos), "shards": shards}
+    info = DatasetInfo(**{**first, "captions": captions, "geometry": infos[0].geometry})
+    columns = [
+        StringColumn.concatenate(list(parts)) if isinstance(parts[0], StringColumn) else np.concatenate(parts)
+        for parts in zip(*(_columns(index)[1:] for index in indices), strict=True)
+    ]
+    return ShardIndex(root, info, *columns)
+
+
+def _with_progress(numbers: Sequence[int], units: list[Unit], rank: int) -> Iterator[int]:
+    """The numbers; on rank 0 says now and then how far it is, how fast, and how long it will take."""
+    begun, told = time.monotonic(), time.monotonic()
+    for done, number in enumerate(numbers):
+        yield number
+        now = time.monotonic()
+        if rank == 0 and now - told > _PROGRESS_S:
+            told = now
+            left_s = (now - begun) / (done + 1) * (len(numbers) - done - 1)
+            items = sum(units[n].num_items or 0 for n in numbers[: done + 1])
+            rate = f", {items / (now - begun):.1f} items/s a process" if items else ""
+            print(f"unit {done + 1} of {len(numbers)}{rate}, about {left_s / 60:.0f} minutes left", flush=True)
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
@@ -113,20 +316,3 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise ValueError(f"output {output} exists; pass --overwrite to replace it, or name another folder")
     if not output.is_dir() or (any(output.iterdir()) and not (output / INFO_NAME).is_file()):
         raise ValueError(f"output {output} is not a dataset (no {INFO_NAME}); it is not overwritten")
-
-
-@contextmanager
-def _finished_folder(output: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `output` at the end, in place of what was there; after an error it is removed."""
-    output = output.absolute()
-    unfinished = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        replaced = output.with_name(f".{output.name}.replaced-{os.getpid()}")
-        if output.exists():
-            output.rename(replaced)
-        unfinished.rename(output)
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,46 +1,95 @@
-"""Finding what to prepare: folders of media and WebDataset shards of media, each item with its caption.
+"""Finding what to prepare, in units of work: folders of media, WebDataset shards of media, and manifests.
 
 In a folder, files that differ only in their last extension belong together (`a/dog.mp4` and `a/dog.txt`); in a shard,
-members of one key. The caption is a `.txt` in UTF-8 (with or without a byte order mark), or the text `caption` of a
-`.json`. An item without both media and caption is skipped, with the reason.
+members of one key; in a manifest (`manifest.py`) a row names media file and caption. The caption is a `.txt` in UTF-8
+(with or without a byte order mark), or the text `caption` of a `.json`. An item without both media and caption is
+skipped, with the reason.
 """
 
+import hashlib
 import io
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from adaptiveload.data.media import PICTURE_SUFFIXES, VIDEO_SUFFIXES
-from adaptiveload.data.tar_scan import Problem, scan_tar
+from adaptiveload.data.captions import captions_and_fields
+from adaptiveload.data.media import PICTURE_SUFFIXES, VIDEO_SUFFIXES, MediaError
+from adaptiveload.data.storage import Storage, is_url
+from adaptiveload.data.tar_scan import Problem, iter_tar, load_all, open_shard
 
-_MEDIA_SUFFIXES = PICTURE_SUFFIXES | VIDEO_SUFFIXES
+MEDIA_SUFFIXES = PICTURE_SUFFIXES | VIDEO_SUFFIXES
 
 
 @dataclass(frozen=True)
 class RawItem:
-    """One picture or clip.
+    """One picture, clip, or part of a clip.
 
     Attributes:
-        source: Name that tells it from all others: input folder or shard, then the path in it.
-        path: The file, or the shard that holds it.
-        byte_range: Offset and length in the shard; None for a file.
+        name: What tells it from all others: input folder, shard or media path, and the part of it.
+        source: The media file; parts of one file share it.
+        path: Path or URL of the file, or of the shard that holds it.
         is_video: Whether it is a clip.
         caption: Its text.
+        captions: Further captions by name.
+        fields: Numbers and texts to keep, such as quality scores.
+        start_s, end_s: Part of the clip in seconds; `end_s` None is its end.
+        data: The media where they lie in a shard.
     """
 
+    name: str
     source: str
-    path: Path
-    byte_range: tuple[int, int] | None
+    path: str
     is_video: bool
     caption: str
+    captions: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    start_s: float = 0.0
+    end_s: float | None = None
+    data: bytes | None = field(default=None, repr=False)
 
     def open(self) -> Path | BinaryIO:
-        """The media, for `read_picture` and `iter_frames`."""
-        if self.byte_range is None:
-            return self.path
-        return io.BytesIO(_read(self.path, self.byte_range))
+        """The media, for `read_picture` and `iter_frames`. Raises MediaError if they cannot be read."""
+        if self.data is not None:
+            return io.BytesIO(self.data)
+        if not is_url(self.path):
+            return Path(self.path)
+        try:
+            return io.BytesIO(self._remote)
+        except OSError as error:
+            raise MediaError(f"cannot be read: {error}") from error
+
+    @cached_property
+    def _remote(self) -> bytes:
+        folder, _, name = self.path.rpartition("/")
+        return Storage(folder).read(name)
+
+    def content_hash(self) -> str:
+        """Hex digest of the media file. Raises MediaError if it cannot be read."""
+        media = self.open()
+        try:
+            with media.open("rb") if isinstance(media, Path) else media as file:
+                return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        except OSError as error:
+            raise MediaError(f"cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Work that is done and written as a whole: a shard, or some files or rows.
+
+    Attributes:
+        name: For messages.
+        digest: Changes if other items belong to it.
+        read: Its items and what is wrong with others, in order.
+        num_items: How many, if that is known before reading.
+    """
+
+    name: str
+    digest: str
+    read: Callable[[], Iterator[RawItem | Problem]]
+    num_items: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,37 +101,82 @@ class RawInputs:
     damaged: list[Problem]
 
 
-def find_inputs(inputs: list[Path]) -> RawInputs:
-    """All items under folders (searched to the bottom, shards in them included) and `.tar` shards, in a fixed order.
-
-    Raises:
-        ValueError: If an input is neither, or two items would have the same name.
-    """
+def find_inputs(inputs: Sequence[str | Path]) -> RawInputs:
+    """All items of all units at once, media of shards in memory. Raises ValueError as `plan_units`."""
     found = RawInputs([], [], [])
-    for root in inputs:
-        if root.is_dir():
-            _find_in_folder(root, found)
-        elif root.suffix == ".tar" and root.is_file():
-            _find_in_shard(root, root.name, found)
-        else:
-            raise ValueError(f"input {root} is neither a folder nor a .tar shard")
-    names = [item.source for item in found.items]
-    twins = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-    if twins:
-        raise ValueError(f"two inputs have the same name: {', '.join(sorted(twins)[:3])}; rename a folder or shard")
+    for unit in plan_units(inputs):
+        for entry in unit.read():
+            if isinstance(entry, RawItem):
+                found.items.append(entry)
+            else:
+                # A problem of one sample is a skipped item; one of the whole shard hides an unknown number of them.
+                (found.damaged if entry.key == unit.name else found.skipped).append(entry)
     return found
 
 
-def _find_in_folder(root: Path, found: RawInputs) -> None:
+def plan_units(inputs: Sequence[str | Path], items_per_unit: int = 256, media_root: str | None = None) -> list[Unit]:
+    """Units of all inputs, in a fixed order, the same on every machine that sees the same files.
+
+    Args:
+        inputs: Folders (searched to the bottom, shards in them included); `.tar` shards as paths, URLs or
+            `pipe:COMMAND`, braces expanded; manifests (`.csv`, `.jsonl`, `.parquet`).
+        items_per_unit: Most files or rows of one unit; a shard is always one.
+        media_root: What relative paths of manifests are relative to; their folder if None.
+
+    Raises:
+        ValueError: If an input is nothing of this, a manifest cannot be used, or two items would have the same name.
+    """
+    from braceexpand import braceexpand
+
+    from adaptiveload.data.manifest import MANIFEST_SUFFIXES, manifest_units
+
+    units: list[Unit] = []
+    folders: set[str] = set()
+    for given in inputs:
+        for text in braceexpand(str(given)) if "{" in str(given) else [str(given)]:
+            is_remote = text.startswith("pipe:") or is_url(text)
+            if is_remote:
+                units.append(_shard_unit(text, text))
+            elif Path(text).is_dir():
+                if Path(text).name in folders:
+                    raise ValueError(f"two input folders have the same name {Path(text).name!r}; rename one")
+                folders.add(Path(text).name)
+                units += _folder_units(Path(text), items_per_unit)
+            elif Path(text).suffix == ".tar" and Path(text).is_file():
+                units.append(_shard_unit(text, Path(text).name))
+            elif Path(text).suffix in MANIFEST_SUFFIXES and Path(text).is_file():
+                units += manifest_units(Path(text), items_per_unit, media_root)
+            else:
+                raise ValueError(f"input {text} is neither a folder, a .tar shard nor a manifest ({MANIFEST_SUFFIXES})")
+    names = [unit.name for unit in units]
+    twins = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    if twins:
+        raise ValueError(f"two inputs have the same name: {', '.join(sorted(twins)[:3])}; rename one")
+    return units
+
+
+def digest_of(*parts: object) -> str:
+    """Short hex digest of the texts of `parts`."""
+    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).hexdigest()
+
+
+def _folder_units(root: Path, items_per_unit: int) -> list[Unit]:
     groups: dict[Path, list[Path]] = {}
+    shards = []
     for path in _visible_files(root):
-        groups.setdefault(path.with_suffix(""), []).append(path)
-    for stem, paths in sorted(groups.items()):
-        for path in (path for path in paths if path.suffix == ".tar"):
-            _find_in_shard(path, f"{root.name}/{path.relative_to(root)}", found)
-        parts = {path.suffix.lower(): (path, None) for path in paths if path.suffix != ".tar"}
-        if parts:
-            _add(f"{root.name}/{stem.relative_to(root)}", parts, found)
+        if path.suffix == ".tar":
+            shards.append(path)
+        else:
+            groups.setdefault(path.with_suffix(""), []).append(path)
+    stems = sorted(groups)
+    units = []
+    for first in range(0, len(stems), items_per_unit):
+        part = stems[first : first + items_per_unit]
+        chosen = [(f"{root.name}/{stem.relative_to(root)}", groups[stem]) for stem in part]
+        names = [name for name, _ in chosen]
+        unit_name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        units.append(Unit(unit_name, digest_of(*names), partial(_read_files, chosen), len(chosen)))
+    return units + [_shard_unit(str(path), f"{root.name}/{path.relative_to(root)}") for path in sorted(shards)]
 
 
 def _visible_files(root: Path) -> Iterator[Path]:
@@ -91,65 +185,49 @@ def _visible_files(root: Path) -> Iterator[Path]:
             yield path
 
 
-def _find_in_shard(path: Path, name: str, found: RawInputs) -> None:
-    scan = scan_tar(path)
-    for problem in scan.problems:
-        # A problem of one sample is a skipped item; one of the whole shard hides an unknown number of them.
-        (found.damaged if problem.key == path.name else found.skipped).append(problem)
-    for sample in scan.samples:
-        parts = {f".{extension}": (path, place) for extension, place in sample.members.items()}
-        _add(f"{name}/{sample.key}", parts, found)
+def _read_files(groups: list[tuple[str, list[Path]]]) -> Iterator[RawItem | Problem]:
+    for name, paths in groups:
+        by_suffix = {path.suffix.lower(): path for path in sorted(paths)}
+        media = sorted(by_suffix.keys() & MEDIA_SUFFIXES)
+        try:
+            suffix = _only(media)
+            texts = {kind: by_suffix[kind].read_bytes() for kind in (".txt", ".json") if kind in by_suffix}
+            yield _item(name, suffix, str(by_suffix[suffix]), texts, None)
+        except (ValueError, OSError) as error:
+            yield Problem(name, str(error))
 
 
-def _add(name: str, parts: dict[str, tuple[Path, tuple[int, int] | None]], found: RawInputs) -> None:
-    media = sorted(parts.keys() & _MEDIA_SUFFIXES)
+def _shard_unit(url: str, name: str) -> Unit:
+    return Unit(name, digest_of(name), partial(_read_shard, url, name))
+
+
+def _read_shard(url: str, name: str) -> Iterator[RawItem | Problem]:
     try:
-        if len(media) != 1:
-            raise ValueError(f"{len(media)} media files ({', '.join(media)})" if media else "no media")
-        path, byte_range = parts[media[0]]
-        caption = _caption({kind: _read(*parts[kind]) for kind in (".txt", ".json") if kind in parts})
-        item = RawItem(name + media[0], path, byte_range, media[0] in VIDEO_SUFFIXES, caption)
-    except ValueError as error:
-        found.skipped.append(Problem(name, str(error)))
-    else:
-        found.items.append(item)
+        file = open_shard(url)
+    except OSError as error:
+        yield Problem(name, f"cannot be opened: {error}")
+        return
+    with file:
+        for sample in iter_tar(file, name, load_all):
+            if isinstance(sample, Problem):
+                yield sample
+                continue
+            try:
+                parts = {f".{extension}": data for extension, data in sample.data.items()}
+                suffix = _only(sorted(parts.keys() & MEDIA_SUFFIXES))
+                texts = {kind: parts[kind] for kind in (".txt", ".json") if kind in parts}
+                yield _item(f"{name}/{sample.key}", suffix, url, texts, parts[suffix])
+            except ValueError as error:
+                yield Problem(f"{name}/{sample.key}", str(error))
 
 
-def _read(path: Path, byte_range: tuple[int, int] | None) -> bytes:
-    if byte_range is None:
-        return path.read_bytes()
-    with path.open("rb") as file:
-        file.seek(byte_range[0])
-        return file.read(byte_range[1])
+def _only(media: list[str]) -> str:
+    if len(media) != 1:
+        raise ValueError(f"{len(media)} media files ({', '.join(media)})" if media else "no media")
+    return media[0]
 
 
-def _caption(parts: dict[str, bytes]) -> str:
-    """Caption from the .txt, else from the .json. Raises ValueError with the reason if there is none to be trusted."""
-    if not parts:
-        raise ValueError("no caption")
-    text = _decode(parts[".txt"]) if ".txt" in parts else _json_caption(_decode(parts[".json"]))
-    if "\ufffd" in text or "\0" in text:
-        raise ValueError("the caption holds characters that a wrong decoding leaves behind (U+FFFD or NUL)")
-    text = " ".join(text.replace("\ufeff", "").split())
-    if not text:
-        raise ValueError("the caption is empty")
-    return text
-
-
-def _decode(data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the caption is not UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _json_caption(text: str) -> str:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the json is broken: {error}") from error
-    if not isinstance(value, dict) or "caption" not in value:
-        raise ValueError("the json has no field `caption`")
-    if not isinstance(value["caption"], str):
-        raise ValueError(f"`caption` in the json is {json.dumps(value['caption'])[:40]}, not a text")
-    return value["caption"]
+def _item(name: str, suffix: str, path: str, texts: dict[str, bytes], data: bytes | None) -> RawItem:
+    caption, captions, fields = captions_and_fields(texts)
+    full = name + suffix
+    return RawItem(full, full, path, suffix in VIDEO_SUFFIXES, caption, captions, fields, data=data)

@@ -2,23 +2,23 @@
 
 import io
 import json
-import os
 import tarfile
-from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import safetensors
 import safetensors.torch
 
-from adaptiveload.data.index import NULL_TEXT_NAME, ShardIndex
+from adaptiveload.data.index import NULL_TEXT_NAME, DatasetInfo, SamplePlace, ShardIndex
+from adaptiveload.data.storage import Storage
 from adaptiveload.data.tar_scan import split_name
+from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
 LATENTS_MEMBER = "latents.safetensors"
 JSON_MEMBER = "json"
-
-_MAX_OPEN_SHARDS = 64  # per process, far below the usual limit of 1024 open files
+TEXT_TENSOR = "text"  # embedding of the caption that every sample has; further ones are `text.NAME`
+FIRST_CAPTION = "caption"  # its name where captions are chosen by name
 
 
 class SampleError(Exception):
@@ -41,89 +41,110 @@ class Sample:
         key: Name in its shard.
         source: Media file of origin.
         latents: float32 [C, F, Y, X], normalised.
-        text: float32 [text_len, text_dim], trimmed.
-        caption: The text that was embedded.
+        texts: For each of its captions by name float32 [text_len, text_dim], trimmed; "caption" is always there.
+        captions: The texts that were embedded, by the same names.
         meta: Everything in the sample's JSON member, such as `start_frame` and `box` of its cut.
     """
 
     key: str
     source: str
     latents: np.ndarray
-    text: np.ndarray
-    caption: str
+    texts: dict[str, np.ndarray]
+    captions: dict[str, str]
     meta: dict[str, Any]
+
+    @property
+    def text(self) -> np.ndarray:
+        """Embedding of the first caption."""
+        return self.texts[FIRST_CAPTION]
+
+    @property
+    def caption(self) -> str:
+        """The first caption."""
+        return self.captions[FIRST_CAPTION]
 
 
 class SampleReader:
-    """Reads samples of an index by row number. Picklable; shards are opened when first needed."""
+    """Reads samples of one dataset. Picklable, and small: it keeps no index."""
 
-    def __init__(self, index: ShardIndex):
-        self.index = index
-        self._open_shards: OrderedDict[str, io.FileIO] = OrderedDict()
+    def __init__(self, index: ShardIndex) -> None:
+        self.info = replace(index.info, shards={})  # a large dataset has tens of thousands
+        self.storage = Storage(index.root)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"index": self.index}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["index"])
-
-    def read(self, i: int) -> Sample:
-        """Sample of row `i`.
+    def read(self, place: SamplePlace) -> Sample:
+        """The sample at `place`, cut to its first `place.frames` frames.
 
         Raises:
             SampleError: If the bytes cannot be read or parsed, belong to another sample or normalisation, have another
                 shape than the index says, or hold a NaN or infinity.
         """
-        key = self.index.keys[i]
         try:
-            return self._parse(i, self._read_range(i))
+            data = self.storage.read_range(place.shard, place.offset, place.size)
+            members = _members(data, place.key)
+            sample = parse_sample(place.key, members, self.info, place.shape, place.text_len)
+            if sample.source != place.source:
+                raise ValueError(f"source {sample.source!r}, the index says {place.source!r}")
+            return first_frames(sample, place.frames, self.info.geometry)
         except KeyError as error:
-            raise SampleError(key, f"{self.index.shards[i]}: {error.args[0]} is missing") from error
+            raise SampleError(place.key, f"{place.shard}: {error.args[0]} is missing") from error
         except (OSError, ValueError, TypeError, tarfile.TarError, safetensors.SafetensorError) as error:
-            raise SampleError(key, f"{self.index.shards[i]}: {error}") from error
+            raise SampleError(place.key, f"{place.shard}: {error}") from error
 
     def null_text(self) -> np.ndarray:
         """Embedding of the empty caption, float32 [len, text_dim]. Raises ValueError if it cannot be read."""
-        path = self.index.root / NULL_TEXT_NAME
-        try:
-            text = safetensors.torch.load_file(path)["text"].float().numpy()
-        except (OSError, KeyError, safetensors.SafetensorError) as error:
-            raise ValueError(f"{path} (embedding of the empty caption) cannot be read: {error}") from error
-        if text.ndim != 2 or text.shape[1] != self.index.info.text_dim:
-            raise ValueError(f"{path}: shape {list(text.shape)}, expected [len, {self.index.info.text_dim}]")
-        return text
+        return read_null_text(self.storage, self.info.text_dim)
 
-    def _read_range(self, i: int) -> bytes:
-        # pread has no file position, so forked workers may share the descriptor.
-        offset, size = int(self.index.offsets[i]), int(self.index.sizes[i])
-        data = os.pread(self._shard(self.index.shards[i]).fileno(), size, offset)
-        if len(data) != size:
-            raise ValueError(f"{len(data)} of {size} bytes at {offset}: the shard is shorter than its index says")
-        return data
 
-    def _shard(self, name: str) -> io.FileIO:
-        file = self._open_shards.pop(name, None) or open(self.index.root / name, "rb", buffering=0)  # noqa: SIM115
-        self._open_shards[name] = file
-        if len(self._open_shards) > _MAX_OPEN_SHARDS:
-            self._open_shards.popitem(last=False)[1].close()
-        return file
+def read_null_text(storage: Storage, text_dim: int) -> np.ndarray:
+    """Embedding of the empty caption, float32 [len, text_dim]. Raises ValueError if it cannot be read."""
+    path = storage.path(NULL_TEXT_NAME)
+    try:
+        text = safetensors.torch.load(storage.read(NULL_TEXT_NAME))["text"].float().numpy()
+    except (OSError, KeyError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{path} (embedding of the empty caption) cannot be read: {error}") from error
+    if text.ndim != 2 or text.shape[1] != text_dim:
+        raise ValueError(f"{path}: shape {list(text.shape)}, expected [len, {text_dim}]")
+    return text
 
-    def _parse(self, i: int, data: bytes) -> Sample:
-        key, info = self.index.keys[i], self.index.info
-        members = _members(data, key)
-        meta = json.loads(members[JSON_MEMBER])
-        if meta["normalization_hash"] != info.normalization_hash:
-            raise ValueError(f"normalisation {meta['normalization_hash']}, the dataset has {info.normalization_hash}")
-        tensors = safetensors.torch.load(members[LATENTS_MEMBER])
-        latents, text = tensors["latents"].float().numpy(), tensors["text"].float().numpy()
-        expected = info.geometry.latent_size(self.index.shape(i))
-        if latents.shape != expected:
-            raise ValueError(f"latents {list(latents.shape)}, the index says {list(expected)}")
-        if text.shape != (self.index.text_lens[i], info.text_dim):
-            raise ValueError(f"text {list(text.shape)}, the index says {[int(self.index.text_lens[i]), info.text_dim]}")
-        if not (np.isfinite(latents).all() and np.isfinite(text).all()):
-            raise ValueError("NaN or infinity in latents or text")
-        return Sample(key, self.index.sources[i], latents, text, meta["caption"], meta)
+
+def parse_sample(key: str, members: dict[str, bytes], info: DatasetInfo, shape: Shape, text_len: int) -> Sample:
+    """Sample from its members, held against what is known of it.
+
+    Raises:
+        KeyError: If a member, tensor or field is missing.
+        ValueError, TypeError, SafetensorError: If something is damaged or is not as `info`, `shape` or `text_len` say.
+    """
+    meta = json.loads(members[JSON_MEMBER])
+    if meta["normalization_hash"] != info.normalization_hash:
+        raise ValueError(f"normalisation {meta['normalization_hash']}, the dataset has {info.normalization_hash}")
+    tensors = safetensors.torch.load(members[LATENTS_MEMBER])
+    latents = tensors["latents"].float().numpy()
+    expected = info.geometry.latent_size(shape)
+    if latents.shape != expected:
+        raise ValueError(f"latents {list(latents.shape)}, the index says {list(expected)}")
+    captions = {FIRST_CAPTION: meta["caption"], **meta.get("captions", {})}
+    texts = {
+        name: tensors[TEXT_TENSOR if name == FIRST_CAPTION else f"{TEXT_TENSOR}.{name}"].float().numpy()
+        for name in captions
+    }
+    if any(text.ndim != 2 or text.shape[1] != info.text_dim for text in texts.values()) or text_len != max(
+        len(text) for text in texts.values()
+    ):
+        raise ValueError(
+            f"text {[list(text.shape) for text in texts.values()]}, the index says {[text_len, info.text_dim]}"
+        )
+    if not all(np.isfinite(array).all() for array in (latents, *texts.values())):
+        raise ValueError("NaN or infinity in latents or text")
+    return Sample(key, meta["source"], latents, texts, captions, meta)
+
+
+def first_frames(sample: Sample, frames: int, geometry: LatentGeometry) -> Sample:
+    """The first `frames` pixel frames (4k+1) of a sample.
+
+    Valid because the VAE is causal: a latent frame has seen no pixel frame after its own. Only prefixes are.
+    """
+    latent_frames = (frames - 1) // geometry.temporal_stride + 1
+    return replace(sample, latents=sample.latents[:, :latent_frames])
 
 
 def _members(data: bytes, key: str) -> dict[str, bytes]:

@@ -29,7 +29,8 @@ class ScheduleConfig:
     """What a user decides about scheduling; the keys of `schedule:` in a run's YAML.
 
     Attributes:
-        policy: "balanced" (default), or the baselines of the paper: "equal_token" and "dual_constraint".
+        policy: "balanced" (default), or the baselines of the paper: "equal_token" and "dual_constraint"; "local" packs
+            from a queue of each rank, in streams without an index alone.
         samples_per_step: The global batch N: samples per optimizer step over all ranks. `balanced` keeps it exactly;
             the paper's policies take what their buckets give (see `slots_per_step`).
         memory_limit_tokens: Most tokens of one micro-batch; None takes what the memory model says fits.

@@ -20,16 +20,17 @@ class SampleTable:
     """Columns of the samples of one data set, in the order of its index.
 
     Attributes:
-        keys: str [n], name of each sample, unique but for a mix.
-        sources: str [n], the video or picture that a sample was cut from.
+        keys: Name of each sample, unique but for a mix. Ten million Python strings take gigabytes, so whoever makes a
+            table of an index gives a sequence that makes them when asked.
+        sources: The video or picture that each sample was cut from.
         shapes: Distinct pixel shapes, sorted.
         shape_ids: int32 [n], index into `shapes`: the sample's bucket.
         num_tokens: int64 [n], tokens after patchifying, text not included.
         text_len: int32 [n], text tokens.
     """
 
-    keys: NDArray[np.object_]
-    sources: NDArray[np.object_]
+    keys: Sequence[str] | NDArray[Any]
+    sources: Sequence[str] | NDArray[Any]
     shapes: tuple[Shape, ...]
     shape_ids: NDArray[np.int32]
     num_tokens: NDArray[np.int64]
@@ -57,8 +58,8 @@ class SampleTable:
     @classmethod
     def from_columns(
         cls,
-        keys: Sequence[str] | NDArray[Any],
-        sources: Sequence[str] | NDArray[Any],
+        keys: Sequence[str],
+        sources: Sequence[str],
         frames: ArrayLike,
         heights: ArrayLike,
         widths: ArrayLike,
@@ -71,20 +72,23 @@ class SampleTable:
             ValueError: If the columns are empty or differ in length, or a shape does not fill whole tokens of
                 `geometry`; the message names the first such key.
         """
-        key_column, source_column = np.asarray(keys, object), np.asarray(sources, object)
         columns = [np.asarray(column) for column in (frames, heights, widths, text_lens)]
-        lengths = [len(column) for column in (key_column, source_column, *columns)]
+        lengths = [len(keys), len(sources), *(len(column) for column in columns)]
         if not lengths[0]:
             raise ValueError("the index has no samples")
         if len(set(lengths)) > 1:
             raise ValueError(f"columns of the index differ in length: {lengths}")
-        rows, first, inverse = np.unique(np.stack(columns[:3], 1), axis=0, return_index=True, return_inverse=True)
-        shapes = tuple(Shape(*(int(size) for size in row)) for row in rows)
+        # One integer a shape: sorting those is ten times as fast as sorting rows.
+        codes = columns[0].astype(np.int64)
+        for column in columns[1:3]:
+            codes = (codes << 20) + column
+        _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+        shapes = tuple(Shape(*(int(column[row]) for column in columns[:3])) for row in first)
         for shape, row in sorted(zip(shapes, first, strict=True), key=lambda pair: int(pair[1])):
-            geometry.check(shape, f"sample {key_column[row]!r}")
+            geometry.check(shape, f"sample {keys[row]!r}")
         tokens = np.array([geometry.num_tokens(shape) for shape in shapes], np.int64)
         shape_ids: NDArray[np.int32] = inverse.reshape(-1).astype(np.int32)
-        return cls(key_column, source_column, shapes, shape_ids, tokens[shape_ids], columns[3].astype(np.int32))
+        return cls(keys, sources, shapes, shape_ids, tokens[shape_ids], columns[3].astype(np.int32))
 
     @classmethod
     def from_mix(

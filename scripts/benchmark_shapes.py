@@ -142,6 +142,7 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: f
     rows = read_rows(options.output, about)
     levels = options.recompute or [config.schedule.recompute]
     model, timer, optimizer = build_model(config, ranks)
+    allocate_moments(optimizer)
     end = started + options.budget_minutes * 60
     for number, level in enumerate(levels):
         scan = Scan(config, ranks, geometry, meet, analytic_prior(model_dims(config.model), gpu, level), rows)
@@ -155,6 +156,15 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: f
     if not rows:
         raise ValueError("the budget was too small for a single point")
     print_correlation(ranks, rows)
+
+
+def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of zero gradients: AdamW's moments must be there before memory is first measured."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def choose_points(options: argparse.Namespace, geometry: LatentGeometry, cost: TwoTermCost) -> list[Point]:
@@ -186,15 +196,16 @@ def measure_all(
 ) -> None:
     """Measure `points` until the time `end`; each is skipped that would not fit in memory or time."""
     ranks, capacity = scan.ranks, int(about["gpu_memory_bytes"])  # type: ignore[call-overload]
-    largest, spent_s, priced_s = 0, 0.0, 0.0
+    largest, extra_s = 0, []  # what a step takes beyond the prior's price: launches, optimizer, host
     while points:
         # One clock decides for all ranks.
         left = float(ranks.gather(torch.tensor([end - time.monotonic()], dtype=torch.float64))[0])
-        points = thin(points, left, spent_s / priced_s if priced_s else 1.0, scan.cost, options.repeats)
-        if not points:
-            say(ranks, "the budget is used up")
+        affordable = thin(points, left, float(np.median(extra_s)) if extra_s else 0.0, scan.cost, options.repeats)
+        if not affordable:
+            say(ranks, f"the budget is used up; {len(points)} points were left out")
             return
-        point = points.pop(0)
+        point = affordable[0]
+        points.remove(point)
         if (reason := too_large(point, scan.rows, level, capacity, largest)) is not None:
             say(ranks, f"{point.batch_size:>5} x {point.shape!s:<14} skipped: {reason}")
             continue
@@ -202,8 +213,7 @@ def measure_all(
         scan.rows += rows
         largest = max(largest, point.num_tokens)
         busy, step = (float(np.median([row[name] for row in rows if row["repeat"]])) for name in ("busy_s", "step_s"))
-        # What steps really take, optimizer and all, over what was expected.
-        spent_s, priced_s = spent_s + step, priced_s + point.price_s(scan.cost)
+        extra_s.append(step - point.price_s(scan.cost))
         if ranks.is_main:
             write_rows(options.output, scan.rows, about)
         peak = max(row["reserved_bytes"] or 0 for row in rows) / 2**30
@@ -211,15 +221,19 @@ def measure_all(
         say(
             ranks,
             f"{point.batch_size:>5} x {point.shape!s:<14} {point.num_tokens:>7} tokens, recompute {level}: "
-            f"{busy:8.4f} s busy, {memory}; {len(points)} points, {max(left, 0) / 60:.1f} min left",
+            f"{busy:8.4f} s busy, {memory}; {len(affordable) - 1} points, {max(left, 0) / 60:.1f} min left",
         )
 
 
-def thin(points: list[Point], left_s: float, pace: float, cost: TwoTermCost, repeats: int) -> list[Point]:
-    """`points` without the dearest of those whose length has another point, until the rest fits in `left_s`."""
+def thin(points: list[Point], left_s: float, extra_s: float, cost: TwoTermCost, repeats: int) -> list[Point]:
+    """`points` without the dearest of those whose length has another point, until the rest fits in `left_s`.
+
+    A run takes its price by the prior and `extra_s` besides. Adding, not scaling: the first points are short and almost
+    all overhead, and would make the long ones look out of reach.
+    """
 
     def price(point: Point) -> float:
-        return pace * point.price_s(cost) * (num_runs(point, cost, repeats))
+        return (extra_s + point.price_s(cost)) * num_runs(point, cost, repeats)
 
     points = list(points)
     while points and sum(price(point) for point in points) > left_s:

@@ -15,17 +15,15 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
+from adaptiveload.data.corpus import Corpus, open_corpus
 from adaptiveload.data.cuts import Cut
 from adaptiveload.data.encode import cut_frames
-from adaptiveload.data.index import ShardIndex
 from adaptiveload.data.latent_codecs import DctCodec
 from adaptiveload.data.raw import find_inputs
-from adaptiveload.data.reader import SampleReader
 from adaptiveload.data.video import write_mp4
 from adaptiveload.models.sampling import euler_sample
 from adaptiveload.models.wan import WanTransformer
 from adaptiveload.scheduling.order import held_out_mask
-from adaptiveload.scheduling.shapes import LatentGeometry
 from adaptiveload.training.checkpoint import latest, read_state
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.contact_sheet import contact_sheet
@@ -51,15 +49,15 @@ def load_averaged_model(run_dir: Path, config: RunConfig, device: torch.device) 
     return model.to(device).eval(), int(read_state(path)["step"])
 
 
-def choose_samples(index: ShardIndex, config: RunConfig, geometry: LatentGeometry, count: int) -> list[int]:
+def choose_samples(corpus: Corpus, config: RunConfig, count: int) -> list[int]:
     """Rows of the longest samples of different sources: training and held-out sources by turns."""
-    held_out = held_out_mask(index.sources, config.data.held_out_share, config.seed)
-    tokens = np.array([geometry.num_tokens(index.shape(i)) for i in range(len(index))])
+    sources = corpus.source_codes
+    held_out = held_out_mask(corpus.source_names, config.data.held_out_share, config.seed)[sources]
+    longest_first = np.argsort(-corpus.table.num_tokens, kind="stable")
     chosen: list[int] = []
     for take_held_out in [False, True] * count:
-        used = set(index.sources[chosen])
-        left = [i for i in np.lexsort((np.arange(len(index)), -tokens)) if index.sources[i] not in used]
-        fitting = [i for i in left if held_out[i] == take_held_out]
+        used = set(sources[chosen].tolist())
+        fitting = [i for i in longest_first if sources[i] not in used and held_out[i] == take_held_out]
         chosen += [int(i) for i in fitting[:1]]
     return chosen[:count]
 
@@ -73,17 +71,18 @@ def sample_run(run_dir: Path, media: Path | None, count: int, steps: int, guidan
     config = load_config(run_dir / "config.yaml")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     geometry = model_geometry(config.model)
-    index = ShardIndex.read(config.data.path)
+    corpus = open_corpus(config.data.all_sources, geometry)
     codec = DctCodec()
-    if index.info.codec != codec.name:
-        raise ValueError(f"{config.data.path} holds {index.info.codec} latents; this script decodes only {codec.name}")
-    reader = SampleReader(index)
-    chosen = choose_samples(index, config, geometry, count)
-    samples = [reader.read(i) for i in chosen]
+    if corpus.info.codec != codec.name:
+        raise ValueError(f"the run trained on {corpus.info.codec} latents; this script decodes only {codec.name}")
+    reader = corpus.reader()
+    chosen = choose_samples(corpus, config, count)
+    shapes = [corpus.place(i).served for i in chosen]
+    samples = [reader.read(corpus.place(i)) for i in chosen]
     model, trained_steps = load_averaged_model(run_dir, config, device)
     latents = euler_sample(
         model,
-        [tuple(geometry.token_grid(index.shape(i))) for i in chosen],
+        [tuple(geometry.token_grid(shape)) for shape in shapes],
         [torch.from_numpy(sample.text) for sample in samples],
         torch.from_numpy(reader.null_text()),
         [seed + k for k in range(len(chosen))],
@@ -95,15 +94,15 @@ def sample_run(run_dir: Path, media: Path | None, count: int, steps: int, guidan
     folder = run_dir / "samples"
     folder.mkdir(exist_ok=True)
     sheets = []
-    for i, sample, made in zip(chosen, samples, latents, strict=True):
+    for shape, sample, made in zip(shapes, samples, latents, strict=True):
         strips = {"codec": codec.decode(sample.latents), "sample": codec.decode(made.numpy())}
         if sample.source in items:
-            cut = Cut(index.shape(i), sample.meta["start_frame"], tuple(sample.meta["box"]))
+            cut = Cut(shape, sample.meta["start_frame"], tuple(sample.meta["box"]))
             strips = {"clip": cut_frames(items[sample.source], cut, sample.meta["fps"]), **strips}
         write_mp4(folder / f"{sample.key}.mp4", strips["sample"], sample.meta["fps"])
-        sheets.append((f"{index.shape(i)}: {sample.caption}", strips))
+        sheets.append((f"{shape}: {sample.caption}", strips))
     if media and not any("clip" in strips for _, strips in sheets):
-        print(f"{media} holds none of the sources of {config.data.path}: the sheet has no clips", file=sys.stderr)
+        print(f"{media} holds none of the sources of the data: the sheet has no clips", file=sys.stderr)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = f"{config.name}: {_minutes(run_dir):.0f} minutes of training, {trained_steps} steps, "
     title += f"{parameters / 1e6:.1f} M parameters" + (" (a toy)" if parameters < _TOY_PARAMETERS else "")

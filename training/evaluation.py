@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adaptiveload.data.corpus import Corpus
 from adaptiveload.models.flow_matching import noisy_latents, per_sample_loss, timesteps, velocity_target
 from adaptiveload.models.packing import PackedBatch
 from adaptiveload.models.wan import WanTransformer
 from adaptiveload.scheduling.cost import CostModel
 from adaptiveload.scheduling.planner import plan_step
-from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.training.distributed import Ranks, reshard
 from adaptiveload.training.feed import HELD_OUT_EPOCH, MicroBatchDataset, PlannedSample
 
@@ -48,7 +48,7 @@ class HeldOut:
 
     Args:
         ids: Rows of the held-out samples.
-        table: All samples.
+        corpus: All samples.
         dataset: Makes their tensors.
         cost_model: Prices them, so that ranks finish together.
         memory_limit_tokens: Most tokens of a micro-batch.
@@ -57,7 +57,7 @@ class HeldOut:
     def __init__(
         self,
         ids: Sequence[int],
-        table: SampleTable,
+        corpus: Corpus,
         dataset: MicroBatchDataset,
         cost_model: CostModel,
         memory_limit_tokens: int,
@@ -71,12 +71,16 @@ class HeldOut:
         drawn = np.tile(chosen, config.repeats)
         repeats = np.repeat(np.arange(config.repeats), len(chosen))
         self.num_draws = len(drawn)
+        table = corpus.table
         tokens = table.num_tokens[drawn]
         costs = cost_model.sample_us(tokens, table.text_len[drawn])
         limit = max(memory_limit_tokens, int(tokens.max(initial=1)))
         plan = plan_step(costs.tolist(), tokens.tolist(), ranks.world_size, limit) if len(drawn) else None
         self.requests = [
-            tuple(PlannedSample(int(drawn[i]), HELD_OUT_EPOCH, int(repeats[i])) for i in slot[ranks.rank] or ())
+            tuple(
+                PlannedSample(int(drawn[i]), corpus.place(int(drawn[i])), HELD_OUT_EPOCH, int(repeats[i]))
+                for i in slot[ranks.rank] or ()
+            )
             for slot in (plan.slots if plan else ())
         ]
 

@@ -1,51 +1,82 @@
 """From step plans to packed micro-batches: DataLoader workers read, draw noise, and pack what the plan asks for."""
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from adaptiveload.data.reader import Sample, SampleError, SampleReader
+from adaptiveload.data.corpus import Corpus, CorpusReader, SourceConfig
+from adaptiveload.data.index import SamplePlace
+from adaptiveload.data.reader import Sample, SampleError
 from adaptiveload.models.flow_matching import FlowMatchingConfig, draw, sample_generator
 from adaptiveload.models.packing import PackedBatch, PackedSample, filler_sample, pack, patchify
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import Policy
+from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
 # Epoch number of held-out draws: no training epoch is negative, so they never share noise with training.
 HELD_OUT_EPOCH = -1
 
 
+# Most micro-batches that one worker prepares ahead: plans are made as early, and nothing is gained beyond.
+_MOST_PREFETCHED = 16
+
+
 @dataclass
 class DataConfig:
-    """`path` is a folder written by scripts.prepare or indexed by scripts.index_shards.
+    """`path` is a folder or URL written by scripts.prepare or indexed by scripts.index_shards.
 
     Attributes:
+        mode: "index" plans over the whole dataset; "stream" reads shards without an index, see `stream.py`.
+        path: The dataset; not looked at where `sources` are given. A stream also takes `shards-{000..999}.tar`.
+        sources: Several datasets to mix, see `SourceConfig`.
         held_out_share: Share of the source files kept out of training, chosen by hash of the source.
-        num_workers: DataLoader processes a rank; 0 reads in the training process.
-        prefetch: Micro-batches that each worker prepares ahead.
+        num_workers: DataLoader processes a rank; 0 reads in the training process. Steps do not depend on it.
+        prefetch_mib: Memory that a rank's workers may fill with micro-batches ahead; each has at least one.
+        worker_timeout_s: The run stops when a micro-batch takes the workers longer than this.
         max_lost_share: The run stops when more than this share of the samples drawn so far could not be read.
+        log_samples: Write the names of the samples of every step to `samples_used/rank-RRR.jsonl`.
     """
 
+    mode: str = "index"
     path: str = "sample_data/latents"
+    sources: list[SourceConfig] = field(default_factory=list)
     held_out_share: float = 0.1
     num_workers: int = 1
-    prefetch: int = 4
+    prefetch_mib: int = 1024
+    worker_timeout_s: float = 600.0
     max_lost_share: float = 0.01
+    log_samples: bool = False
 
     def check(self) -> None:
         """Raise ValueError for a value outside its range, naming the key."""
+        if self.mode not in ("index", "stream"):
+            raise ValueError(f"data.mode={self.mode!r}: use index or stream")
         for name in ("held_out_share", "max_lost_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"data.{name}={getattr(self, name)} must be in [0, 1)")
-        if self.num_workers < 0 or self.prefetch < 1:
-            raise ValueError(f"data.num_workers={self.num_workers}, data.prefetch={self.prefetch}: at least 0 and 1")
+        if self.num_workers < 0 or self.prefetch_mib < 1 or not self.worker_timeout_s > 0:
+            raise ValueError(
+                f"data.num_workers={self.num_workers}, data.prefetch_mib={self.prefetch_mib}, "
+                f"data.worker_timeout_s={self.worker_timeout_s}: at least 0, at least 1, positive"
+            )
+
+    @property
+    def all_sources(self) -> list[SourceConfig]:
+        """The datasets to mix; one of default settings if only `path` is given."""
+        return self.sources or [SourceConfig(path=self.path)]
+
+    def prefetch_factor(self, micro_batch_bytes: int) -> int | None:
+        """Micro-batches that each worker prepares ahead, for `DataLoader`."""
+        if not self.num_workers:
+            return None
+        return min(max(self.prefetch_mib * 2**20 // (self.num_workers * micro_batch_bytes), 1), _MOST_PREFETCHED)
 
 
 @dataclass(frozen=True)
@@ -53,13 +84,15 @@ class PlannedSample:
     """One sample at one place of the endless order.
 
     Attributes:
-        sample_id: Row of the index.
+        sample_id: Row of the corpus.
+        place: Where it lies, so that workers need no index.
         epoch: Epoch of the order; with `repeat` and the sample's name it keys noise, timestep and caption dropout.
         repeat: Which of the sample's repeats within the epoch.
         weight: w_i of the loss.
     """
 
     sample_id: int
+    place: SamplePlace
     epoch: int
     repeat: int
     weight: float = 1.0
@@ -72,6 +105,11 @@ class MicroBatch:
     packed: PackedBatch
     lost: list[tuple[str, str]] = field(default_factory=list)
 
+    @property
+    def trained(self) -> list[str]:
+        """Names of the samples that count, fillers left out."""
+        return [key for key, is_filler in zip(self.packed.keys, self.packed.is_filler, strict=True) if not is_filler]
+
     def pin_memory(self) -> "MicroBatch":
         """Called by DataLoader."""
         self.packed = self.packed.pin_memory()
@@ -82,30 +120,29 @@ class MicroBatchDataset(Dataset[MicroBatch]):
     """Maps a planned micro-batch to its tensors. An unreadable sample, like an empty micro-batch, is a filler.
 
     Args:
-        reader: Access to the dataset.
+        reader: Access to the samples.
         geometry: Strides and patch.
+        filler: Shape of fillers: the smallest there is.
         objective: Timestep distribution and caption dropout.
         seed: The run's seed.
-        text_dropout: False for held-out samples, whose captions always count.
+        is_training: False for held-out samples: their first captions always count.
     """
 
     def __init__(
         self,
-        reader: SampleReader,
+        reader: CorpusReader,
         geometry: LatentGeometry,
+        filler: Shape,
         objective: FlowMatchingConfig,
         seed: int,
-        text_dropout: bool = True,
+        is_training: bool = True,
     ) -> None:
         self.reader = reader
         self.geometry = geometry
         self.objective = objective
         self.seed = seed
-        self.text_dropout = text_dropout
-        index = reader.index
-        shapes = np.unique(np.stack([index.frames, index.heights, index.widths]), axis=1).T
-        smallest = min((Shape(*map(int, shape)) for shape in shapes), key=geometry.num_tokens)
-        self.filler_grid = tuple(geometry.token_grid(smallest))
+        self.is_training = is_training
+        self.filler_grid = tuple(geometry.token_grid(filler))
         self.null_text = reader.null_text()
 
     def __getitem__(self, micro_batch: tuple[PlannedSample, ...]) -> MicroBatch:
@@ -114,27 +151,36 @@ class MicroBatchDataset(Dataset[MicroBatch]):
         samples = []
         for planned in micro_batch:
             try:
-                samples.append(self._sample(planned, self.reader.read(planned.sample_id)))
+                samples.append(self._sample(planned, self.reader.read(planned.place)))
             except SampleError as error:
                 lost.append((error.key, error.reason))
                 samples.append(self._filler(f"filler for {error.key}"))
         return MicroBatch(pack(samples or [self._filler("filler")]), lost)
 
     def _sample(self, planned: PlannedSample, sample: Sample) -> PackedSample:
-        rng = sample_generator(self.seed, sample.source, sample.key, planned.epoch, planned.repeat)
-        grid = tuple(self.geometry.token_grid(self.reader.index.shape(planned.sample_id)))
+        name = planned.place.name
+        rng = sample_generator(self.seed, sample.source, name, planned.epoch, planned.repeat)
+        grid = tuple(self.geometry.token_grid(planned.place.served))
         drawn = draw(rng, sample.latents.shape, int(np.prod(grid)), self.objective)
-        use_null = drawn.drops_text and self.text_dropout
         return PackedSample(
-            key=sample.key,
+            key=name,
             sample_id=planned.sample_id,
             grid=grid,
             latents=patchify(torch.from_numpy(sample.latents), self.geometry.patch),
             noise=patchify(torch.from_numpy(drawn.noise), self.geometry.patch),
             sigma=drawn.sigma,
-            text=torch.from_numpy(self.null_text if use_null else sample.text),
+            text=torch.from_numpy(self._text(planned, sample, drawn.drops_text)),
             weight=planned.weight,
         )
+
+    def _text(self, planned: PlannedSample, sample: Sample, drops_text: bool) -> np.ndarray:
+        if not self.is_training:
+            return sample.text
+        if drops_text:
+            return self.null_text
+        name = planned.place.name
+        rng = sample_generator(self.seed, sample.source, f"{name}\0caption", planned.epoch, planned.repeat)
+        return sample.texts[self.reader.choose_caption(planned.place, sample, rng.random())]
 
     def _filler(self, key: str) -> PackedSample:
         return filler_sample(self.filler_grid, self.geometry.token_size, self.null_text.shape[1], key=key)
@@ -145,10 +191,12 @@ class PlannedFeed:
 
     Args:
         dataset: Makes the tensors.
+        corpus: Where samples lie.
         policy: Plans each step.
         rank: Whose micro-batches.
         steps: Steps to serve, in order.
         config: Workers and prefetch.
+        micro_batch_bytes: Of the largest micro-batch.
         pin_memory: For copies to the GPU that do not wait.
 
     Attributes:
@@ -159,17 +207,22 @@ class PlannedFeed:
     def __init__(
         self,
         dataset: MicroBatchDataset,
+        corpus: Corpus,
         policy: Policy,
         rank: int,
         steps: range,
         config: DataConfig,
+        micro_batch_bytes: int,
         pin_memory: bool,
     ) -> None:
         self.dataset = dataset
         self.rank = rank
         self.wait_s = 0.0
-        self.plans_ahead = config.num_workers * config.prefetch
-        sampler = _PlanSampler(policy, rank, steps)
+        prefetch_factor = config.prefetch_factor(micro_batch_bytes)
+        self.plans_ahead = config.num_workers * (prefetch_factor or 0)
+        self.epoch_size = int(corpus.repeats.sum())
+        self.table: SampleTable = corpus.table
+        sampler = _PlanSampler(policy, corpus, rank, steps)
         self._plans = sampler.plans
         self._batches = iter(
             DataLoader(
@@ -177,7 +230,8 @@ class PlannedFeed:
                 sampler=sampler,
                 batch_size=None,
                 num_workers=config.num_workers,
-                prefetch_factor=config.prefetch if config.num_workers else None,
+                prefetch_factor=prefetch_factor,
+                timeout=config.worker_timeout_s if config.num_workers else 0,
                 pin_memory=pin_memory,
             )
         )
@@ -193,6 +247,11 @@ class PlannedFeed:
         """End the workers."""
         self._batches = iter(())
 
+    def saved_state(self, plan: StepPlan) -> dict[str, Any]:
+        """What a checkpoint after `plan` keeps of the order: one number, and what it means."""
+        epoch, drawn = divmod(plan.next_position, self.epoch_size)
+        return {"position": plan.next_position, "position_is": f"epoch {epoch}, {drawn} of {self.epoch_size} samples"}
+
     def _next(self) -> MicroBatch:
         start = time.perf_counter()
         batch = next(self._batches)
@@ -200,11 +259,26 @@ class PlannedFeed:
         return batch
 
 
+def explain_worker_failure(error: RuntimeError, rank: int) -> str | None:
+    """What to tell the user if `error` is the DataLoader's way of saying that a worker died or hangs, else None."""
+    text = str(error)
+    if "DataLoader timed out" in text:
+        cause = "hangs: the storage does not answer (data.worker_timeout_s)"
+    elif "is killed by signal" in text or "exited unexpectedly" in text:
+        cause = (
+            "died. Killed from outside it is most often for memory: lower data.prefetch_mib or data.num_workers, "
+            "and see the kernel's log"
+        )
+    else:
+        return None
+    return f"rank {rank}: a data worker {cause}. The last checkpoint is good. ({text.splitlines()[0]})"
+
+
 class _PlanSampler(Sampler[tuple[PlannedSample, ...]]):
     """Plans steps as workers ask for more, and keeps the plans for the training loop."""
 
-    def __init__(self, policy: Policy, rank: int, steps: range) -> None:
-        self.policy, self.rank, self.steps = policy, rank, steps
+    def __init__(self, policy: Policy, corpus: Corpus, rank: int, steps: range) -> None:
+        self.policy, self.corpus, self.rank, self.steps = policy, corpus, rank, steps
         self.plans: list[StepPlan] = []
 
     def __iter__(self) -> Iterator[tuple[PlannedSample, ...]]:
@@ -212,54 +286,11 @@ class _PlanSampler(Sampler[tuple[PlannedSample, ...]]):
             plan = self.policy.plan(step)
             self.plans.append(plan)
             for indices in plan.micro_batches(self.rank):
-                yield tuple(
-                    PlannedSample(
-                        int(plan.sample_ids[i]), int(plan.epochs[i]), int(plan.repeats[i]), float(plan.weights[i])
-                    )
-                    for i in indices
-                )
+                yield tuple(planned_sample(plan, self.corpus, i) for i in indices)
 
 
-class LostSamples:
-    """Counts and names the samples that could not be read, in `lost.jsonl`; says when there are too many.
-
-    Args:
-        path: File that takes a line for each loss, with step, rank, key and reason.
-        max_share: Limit of losses over samples drawn.
-        min_drawn: The share is taken over at least this many samples, so that one early loss does not stop a run.
-        total: Losses of all ranks before this start, from the checkpoint.
-    """
-
-    def __init__(self, path: Path, max_share: float, min_drawn: int, total: int) -> None:
-        self.path = path
-        self.max_share = max_share
-        self.min_drawn = min_drawn
-        self.total = total
-
-    def forget_from(self, step: int) -> None:
-        """Drop the lines of `step` and later ones, which an earlier try wrote; for one rank, before training."""
-        if self.path.exists():
-            kept = [line for line in self.path.read_text().splitlines() if json.loads(line)["step"] < step]
-            self.path.write_text("".join(line + "\n" for line in kept))
-
-    def record(self, step: int, rank: int, lost: list[tuple[str, str]]) -> None:
-        """Write the losses of one micro-batch down."""
-        if not lost:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps({"step": step, "rank": rank, "key": key, "reason": reason}) for key, reason in lost]
-        with self.path.open("a") as file:
-            file.write("".join(line + "\n" for line in lines))
-
-    def add(self, num_lost: int, num_drawn: int) -> None:
-        """Count a step's losses of all ranks; call it on every rank with the same numbers.
-
-        Raises:
-            RuntimeError: If more than the set share of the `num_drawn` samples drawn so far was lost.
-        """
-        self.total += num_lost
-        if self.total > self.max_share * max(num_drawn, self.min_drawn):
-            raise RuntimeError(
-                f"{self.total} of {num_drawn} samples could not be read, more than data.max_lost_share="
-                f"{self.max_share} allows; {self.path} names them"
-            )
+def planned_sample(plan: StepPlan, corpus: Corpus, i: int) -> PlannedSample:
+    """Draw `i` of a plan, as workers get it."""
+    sample_id = int(plan.sample_ids[i])
+    draw_of = (int(plan.epochs[i]), int(plan.repeats[i]), float(plan.weights[i]))
+    return PlannedSample(sample_id, corpus.place(sample_id), *draw_of)

@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import torch
 
-from adaptiveload.data.index import ShardIndex
-from adaptiveload.data.reader import SampleReader
+from adaptiveload.data.corpus import Corpus, open_corpus
+from adaptiveload.data.stream import find_shards, peek_normalization, shard_names
 from adaptiveload.models.wan import WanConfig, WanTransformer
+from adaptiveload.scheduling.cost import analytic_prior
 from adaptiveload.scheduling.order import EndlessOrder, held_out_mask
+from adaptiveload.scheduling.paper_policies import BucketPolicy
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import Policy, ScheduleConfig, build_policy, limit_of, resolve_lookahead
 from adaptiveload.scheduling.samples import SampleTable
@@ -18,19 +20,25 @@ from adaptiveload.scheduling.updates import CostHistory, ScheduleUpdate
 from adaptiveload.training.adaptation import Adaptation
 from adaptiveload.training.checkpoint import Checkpointer, read_state
 from adaptiveload.training.config import RunConfig, save_config
-from adaptiveload.training.cost import RunModels, build_models, device_memory_bytes, resolve_gpu
+from adaptiveload.training.cost import RunModels, build_models, device_memory_bytes, model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.ema import Ema
 from adaptiveload.training.evaluation import HeldOut
-from adaptiveload.training.feed import LostSamples, MicroBatchDataset, PlannedFeed
+from adaptiveload.training.feed import MicroBatchDataset, PlannedFeed
+from adaptiveload.training.ledger import Ledger
 from adaptiveload.training.live_step import build_model
 from adaptiveload.training.step_timer import StepTimer
+from adaptiveload.training.stream import StreamFeed, check_stream_config
 from adaptiveload.training.tracker import Tracker
 
 # bf16 weights and fp32 gradients of the whole model, which `meet: step` keeps on every rank over a step.
 _UNSHARDED_BYTES_PER_PARAMETER = 6
 # `meet: auto` spends at most this share of a rank's memory on them; 1.3B takes 8.5 GB of an H200's 141.
 _UNSHARDED_SHARE = 0.125
+# The share of lost samples is taken over at least so many.
+_MIN_DRAWN = 1000
+# The paper's p on Wan 1.3B; without an index there are no lengths to fit one to.
+_STREAM_COST_EXPONENT = 1.45
 
 
 @dataclass
@@ -38,9 +46,9 @@ class Schedule:
     """Everything that decides who computes what.
 
     Attributes:
-        index: The dataset.
-        table: Its samples as the scheduler sees them.
-        train_ids, held_out_ids: int64 rows of the index.
+        corpus: All samples, and where they lie.
+        table: The samples as the scheduler sees them.
+        train_ids, held_out_ids: int64 rows of the corpus.
         order: Order of the training samples.
         policy: Plans steps.
         models: Cost and memory models that the run starts with.
@@ -50,7 +58,7 @@ class Schedule:
         config: The run's configuration with every "auto" of the schedule replaced by what it came to.
     """
 
-    index: ShardIndex
+    corpus: Corpus
     table: SampleTable
     train_ids: np.ndarray
     held_out_ids: np.ndarray
@@ -69,32 +77,45 @@ class Schedule:
 
 
 @dataclass
+class StreamSchedule:
+    """What takes the place of `Schedule` without an index.
+
+    Attributes:
+        meet: "slot" or "step".
+        identity: What a resumed run must have in common with the one that saved.
+        config: The run's configuration with every "auto" of the schedule replaced by what it came to.
+    """
+
+    meet: str
+    identity: dict[str, object]
+    config: RunConfig
+
+
+@dataclass
 class Run:
     """The parts of a run; see `build_run`."""
 
     config: RunConfig
     ranks: Ranks
-    schedule: Schedule
+    schedule: Schedule | StreamSchedule
     model: WanTransformer
     optimizer: torch.optim.AdamW
     ema: Ema
     timer: StepTimer
     checkpointer: Checkpointer
-    held_out: HeldOut
-    feed: PlannedFeed
-    adaptation: Adaptation
-    lost: LostSamples
+    held_out: HeldOut | None
+    feed: PlannedFeed | StreamFeed
+    adaptation: Adaptation | None
+    ledger: Ledger
     tracker: Tracker | None
     first_step: int
 
-    def saved_state(self, position: int) -> dict[str, object]:
-        """What a checkpoint keeps beside tensors. Random numbers are keyed by seed, epoch and sample: no state."""
-        return {
-            "position": position,
-            "num_lost": self.lost.total,
-            **self.schedule.identity,
-            "adaptation": self.adaptation.state(),
-        }
+    def saved_state(self, plan: StepPlan) -> dict[str, object]:
+        """What a checkpoint after `plan` keeps beside tensors. Random numbers are keyed by seed, epoch and sample."""
+        state = {**self.feed.saved_state(plan), "num_lost": self.ledger.total, **self.schedule.identity}
+        if self.adaptation is not None:
+            state["adaptation"] = self.adaptation.state()
+        return state
 
 
 def model_geometry(model: WanConfig) -> LatentGeometry:
@@ -115,20 +136,19 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         ValueError: If the data set is absent, damaged or does not fit the model, or the schedule cannot be kept.
     """
     geometry = model_geometry(config.model)
-    index = ShardIndex.read(config.data.path)
-    if index.info.geometry != geometry:
+    corpus = open_corpus(config.data.all_sources, geometry)
+    paths = ", ".join(source.path for source in corpus.sources)
+    if corpus.info.geometry != geometry:
         raise ValueError(
-            f"{config.data.path}: latents of {index.info.geometry}, but model.in_channels="
+            f"{paths}: latents of {corpus.info.geometry}, but model.in_channels="
             f"{config.model.in_channels} and model.patch_size={list(config.model.patch_size)} take {geometry}"
         )
-    if index.info.text_dim != config.model.text_dim:
-        raise ValueError(
-            f"{config.data.path}: text_dim {index.info.text_dim}, but model.text_dim={config.model.text_dim}"
-        )
-    table = index.sample_table(geometry)
+    if corpus.info.text_dim != config.model.text_dim:
+        raise ValueError(f"{paths}: text_dim {corpus.info.text_dim}, but model.text_dim={config.model.text_dim}")
+    table = corpus.table
     if (longest := int(table.text_len.max())) > config.model.text_len:
-        raise ValueError(f"{config.data.path}: a text of {longest} rows, but model.text_len={config.model.text_len}")
-    held_out = held_out_mask(table.sources, config.data.held_out_share, config.seed)
+        raise ValueError(f"{paths}: a text of {longest} rows, but model.text_len={config.model.text_len}")
+    held_out = held_out_mask(corpus.source_names, config.data.held_out_share, config.seed)[corpus.source_codes]
     train_ids, held_out_ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     gpu = resolve_gpu(config.cost, device)
     meet = resolve_meet(config, gpu, device)
@@ -150,7 +170,9 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         schedule_config = replace(
             schedule_config, memory_limit_tokens=limit, text_memory_tokens=models.memory.text_tokens
         )
-    order = EndlessOrder(train_ids, config.schedule.seed, block_size=config.schedule.order_block_size)
+    order = EndlessOrder(
+        train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=corpus.repeats[train_ids]
+    )
     lookahead = config.schedule.lookahead
     if lookahead == "auto":
         lookahead = str(
@@ -164,7 +186,8 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
     history = CostHistory(models.cost, [ScheduleUpdate.from_json(record) for record in updates])
     policy = build_policy(schedule_config, table, order, history, ranks, meet)
     identity: dict[str, object] = {
-        "data_fingerprint": index.fingerprint,
+        "data_fingerprint": corpus.fingerprint,
+        "num_samples": len(table),
         "seed": config.seed,
         "schedule.seed": config.schedule.seed,
         "schedule.policy": config.schedule.policy,
@@ -174,8 +197,25 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         "data.held_out_share": config.data.held_out_share,
         "model": json.loads(json.dumps(asdict(config.model))),
     }
+    if isinstance(policy, BucketPolicy):
+        # Every rank fills buckets of its own there: which samples a step holds depends on these too.
+        identity |= {"ranks": ranks, "schedule.slots_per_step": config.schedule.slots_per_step}
+        identity["batch_sizes"] = policy.batch_sizes.tolist()
+    check_same_data(saved, identity)
     resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
-    return Schedule(index, table, train_ids, held_out_ids, order, policy, models, history, meet, identity, resolved)
+    return Schedule(corpus, table, train_ids, held_out_ids, order, policy, models, history, meet, identity, resolved)
+
+
+def check_same_data(saved: dict[str, object] | None, identity: dict[str, object]) -> None:
+    """Raise ValueError if the checkpoint that is resumed was trained on other samples, with what is known of both."""
+    if saved is None or saved.get("data_fingerprint") == identity["data_fingerprint"]:
+        return
+    raise ValueError(
+        "the data set has changed since the checkpoint: data_fingerprint "
+        f"{saved.get('data_fingerprint')} of {saved.get('num_samples')} samples then, "
+        f"{identity['data_fingerprint']} of {identity['num_samples']} samples now. Its order cannot be continued: "
+        "bring the old shards, index and data.sources back, or start anew under another `name`"
+    )
 
 
 def build_run(config: RunConfig, ranks: Ranks) -> Run:
@@ -187,9 +227,14 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     folder = config.run_dir / "checkpoints"
     resume_from = Checkpointer.to_resume(folder, config.checkpoint)
     saved = read_state(resume_from) if resume_from else None
-    schedule = build_schedule(config, ranks.world_size, ranks.device, saved)
-    if ranks.is_main:
-        schedule.index.verify()
+    schedule: Schedule | StreamSchedule
+    if config.data.mode == "stream":
+        schedule, min_drawn = build_stream_schedule(config, ranks.device), _MIN_DRAWN
+    else:
+        schedule = build_schedule(config, ranks.world_size, ranks.device, saved)
+        min_drawn = min(_MIN_DRAWN, len(schedule.train_ids))
+        if ranks.is_main:
+            schedule.corpus.verify()
     ranks.barrier()
 
     model, timer, optimizer = build_model(config, ranks)
@@ -199,31 +244,24 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     if resume_from is not None:
         saved = checkpointer.load(resume_from, schedule.identity)
         first_step, num_lost = int(saved["step"]), int(saved["num_lost"])
-        _check_position(schedule, first_step, int(saved["position"]))
-    lost = LostSamples(
-        config.run_dir / "lost.jsonl", config.data.max_lost_share, min(1000, len(schedule.train_ids)), num_lost
-    )
+        if isinstance(schedule, Schedule):
+            _check_position(schedule, first_step, int(saved["position"]))
+    ledger = Ledger(config.run_dir, ranks.rank, config.data, min_drawn, num_lost)
     if ranks.is_main:
-        lost.forget_from(first_step)
+        ledger.forget_from(first_step)
         if first_step < config.max_steps:
             save_config(schedule.config, config.run_dir / "config.yaml")
     ranks.barrier()
 
-    reader = SampleReader(schedule.index)
-    geometry = model_geometry(config.model)
-    training = MicroBatchDataset(reader, geometry, config.objective, config.seed)
-    evaluation = MicroBatchDataset(reader, geometry, config.objective, config.seed, text_dropout=False)
-    feed = PlannedFeed(
-        training,
-        schedule.policy,
-        ranks.rank,
-        range(first_step, config.max_steps),
-        config.data,
-        pin_memory=ranks.device.type == "cuda",
-    )
-    adaptation = Adaptation(config.cost, schedule, schedule.models.cost, ranks, feed.plans_ahead)
-    if saved is not None and "adaptation" in saved:
-        adaptation.load(saved["adaptation"])  # type: ignore[arg-type]
+    feed: PlannedFeed | StreamFeed
+    adaptation = None
+    if isinstance(schedule, StreamSchedule):
+        feed, held_out = stream_feed(config, ranks, schedule, saved), None
+    else:
+        feed, held_out = planned_feeds(config, ranks, schedule, first_step)
+        adaptation = Adaptation(config.cost, schedule, schedule.models.cost, ranks, feed.plans_ahead)
+        if saved is not None and "adaptation" in saved:
+            adaptation.load(saved["adaptation"])  # type: ignore[arg-type]
     return Run(
         config=config,
         ranks=ranks,
@@ -233,22 +271,81 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         ema=ema,
         timer=timer,
         checkpointer=checkpointer,
-        held_out=HeldOut(
-            schedule.held_out_ids,
-            schedule.table,
-            evaluation,
-            schedule.models.cost,
-            limit_of(schedule.settings),
-            ranks,
-            config.evaluation,
-        ),
+        held_out=held_out,
         feed=feed,
         adaptation=adaptation,
-        lost=lost,
+        ledger=ledger,
         tracker=Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps)
         if ranks.is_main
         else None,
         first_step=first_step,
+    )
+
+
+def planned_feeds(config: RunConfig, ranks: Ranks, schedule: Schedule, first_step: int) -> tuple[PlannedFeed, HeldOut]:
+    """Training and held-out samples of an indexed run."""
+    geometry = model_geometry(config.model)
+    smallest = min(schedule.table.shapes, key=lambda shape: (geometry.num_tokens(shape), shape))
+    parts = (schedule.corpus.reader(), geometry, smallest, config.objective, config.seed)
+    training, evaluation = MicroBatchDataset(*parts), MicroBatchDataset(*parts, is_training=False)
+    held_out = HeldOut(
+        schedule.held_out_ids,
+        schedule.corpus,
+        evaluation,
+        schedule.models.cost,
+        limit_of(schedule.settings),
+        ranks,
+        config.evaluation,
+    )
+    # Latents and noise in fp32; an oversize sample runs alone.
+    largest = max(limit_of(schedule.settings), int(schedule.table.num_tokens.max()))
+    feed = PlannedFeed(
+        training,
+        schedule.corpus,
+        schedule.policy,
+        ranks.rank,
+        range(first_step, config.max_steps),
+        config.data,
+        micro_batch_bytes=largest * geometry.token_size * 2 * 4,
+        pin_memory=ranks.device.type == "cuda",
+    )
+    return feed, held_out
+
+
+def build_stream_schedule(config: RunConfig, device: torch.device) -> StreamSchedule:
+    """What decides over a run without an index. Raises ValueError for what needs one."""
+    check_stream_config(config.data, config.schedule)
+    gpu = resolve_gpu(config.cost, device)
+    meet = resolve_meet(config, gpu, device)
+    identity: dict[str, object] = {
+        "data.mode": "stream",
+        "shards": shard_names(config.data.path),
+        "normalization_hash": peek_normalization(find_shards(config.data.path)[0]),
+        "seed": config.seed,
+        "schedule.policy": config.schedule.policy,
+    }
+    exponent = _STREAM_COST_EXPONENT if config.schedule.cost_exponent is None else config.schedule.cost_exponent
+    schedule_config = replace(config.schedule, meet=meet, cost_exponent=exponent)
+    resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
+    return StreamSchedule(meet, identity, resolved)
+
+
+def stream_feed(
+    config: RunConfig, ranks: Ranks, schedule: StreamSchedule, saved: dict[str, object] | None
+) -> StreamFeed:
+    """Training samples of a run without an index."""
+    return StreamFeed(
+        config.data,
+        schedule.config.schedule,
+        ranks,
+        saved,
+        analytic_prior(model_dims(config.model), schedule.config.cost.gpu, config.schedule.recompute),
+        schedule.meet,
+        model_geometry(config.model),
+        config.objective,
+        config.model.text_dim,
+        config.model.text_len,
+        config.seed,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -22,7 +23,9 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
     """
     plans = [schedule.policy.plan(step) for step in range(first_step, first_step + _NUM_STEPS)]
     if not any(plan.num_samples for plan in plans):
-        raise ValueError(f"{schedule.index.root}: the plan is empty, no sample runs in the first {_NUM_STEPS} steps")
+        raise ValueError(
+            f"{schedule.corpus.indices[0].root}: the plan is empty, no sample runs in the first {_NUM_STEPS} steps"
+        )
     work = np.concatenate([where_ranks_meet(plan.costs_us, plan.meet) for plan in plans])
     step_s = float(work.max(axis=1).sum()) / 1e6 / _NUM_STEPS
     tokens = sum(int(schedule.table.num_tokens[plan.sample_ids].sum()) for plan in plans)
@@ -35,7 +38,8 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
     )
     return "\n".join(
         [
-            f"data: {len(schedule.train_ids)} training and {len(schedule.held_out_ids)} held-out samples",
+            schedule.corpus.describe(),
+            f"{len(schedule.train_ids)} training and {len(schedule.held_out_ids)} held-out samples",
             *_dropped_lines(schedule),
             *_bucket_lines(schedule),
             f"costs: {schedule.models.source}; memory: {memory}",
@@ -71,16 +75,17 @@ def warnings(schedule: Schedule, ranks: int) -> list[str]:
 
 
 def _dropped_lines(schedule: Schedule) -> Iterator[str]:
-    path = schedule.index.root / _REPORT_NAME
-    if not path.is_file():
-        return
-    skipped = json.loads(path.read_text()).get("skipped", [])
-    if skipped:
-        yield f"dropped when the data was prepared: {len(skipped)} files"
-    for problem in skipped[:_MAX_NAMES]:
-        yield "  " + ": ".join(str(value) for value in problem.values())
-    if len(skipped) > _MAX_NAMES:
-        yield f"  ... and {len(skipped) - _MAX_NAMES} more, see {path}"
+    for index in schedule.corpus.indices:
+        path = Path(str(index.root)) / _REPORT_NAME
+        if not path.is_file():
+            continue
+        skipped = json.loads(path.read_text()).get("skipped", [])
+        if skipped:
+            yield f"dropped when {index.root} was prepared: {len(skipped)} files"
+        for problem in skipped[:_MAX_NAMES]:
+            yield "  " + ": ".join(str(value) for value in problem.values())
+        if len(skipped) > _MAX_NAMES:
+            yield f"  ... and {len(skipped) - _MAX_NAMES} more, see {path}"
 
 
 def _bucket_lines(schedule: Schedule) -> Iterator[str]:

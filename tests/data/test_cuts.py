@@ -96,7 +96,7 @@ def test_config_file(tmp_path):
         ("shapes: [[0, 64, 64]]", "must be positive"),
         ("fps: 16", "`shapes` is empty"),
         ("", "`shapes` is empty"),
-        ("shape: [[1, 64, 64]]", r"unknown \['shape'\]; the keys are shapes, fps"),
+        ("shape: [[1, 64, 64]]", r"unknown \['shape'\]; the keys are shapes, budgets"),
         ("[1, 2]", "unknown list"),
         ("{shapes: [[1, 64, 64]], fps: fast}", "`fps` is 'fast', expected a number"),
         ("{shapes: [[1, 64, 64]], clips_per_shape: 1.5}", "`clips_per_shape` is 1.5, expected an integer"),

@@ -6,8 +6,9 @@ import pytest
 from PIL import Image
 
 from adaptiveload.data.cuts import CutConfig
+from adaptiveload.data.encode import EncodeConfig
 from adaptiveload.data.latent_codecs import DctCodec
-from adaptiveload.data.prepare import prepare
+from adaptiveload.data.prepare import PrepareConfig, prepare
 from adaptiveload.data.reader import SampleReader
 from adaptiveload.data.text import HashTextEncoder
 from adaptiveload.scheduling.shapes import Shape
@@ -32,19 +33,26 @@ def media(tmp_path_factory):
     return root
 
 
-def run(inputs, output, config=CONFIG, **options):
-    return prepare(inputs, output, config, DctCodec(), HashTextEncoder(16), **options)
+def run(inputs, output, config=CONFIG, num_threads=1, **options):
+    options = PrepareConfig(EncodeConfig(num_threads=num_threads), **options)
+    return prepare(inputs, output, config, DctCodec(), HashTextEncoder(16), options)
+
+
+def items(output):
+    return [json.loads(line) for line in (output / "items.jsonl").read_text().splitlines()]
 
 
 def test_every_input_is_used_or_skipped_with_a_reason(media, tmp_path):
     _, report = run([media], tmp_path / "out")
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
-    assert {entry["key"]: entry["num_samples"] for entry in report["used"]} == {
+    lines = items(tmp_path / "out")
+    assert {line["item"]: line["num_samples"] for line in lines if "num_samples" in line} == {
         "media/long.mp4": 6,
         "media/short.mp4": 1,
         "media/still.png": 1,
     }
     reasons = {entry["key"]: entry["reason"] for entry in report["skipped"]}
+    assert reasons == {line["item"]: line["skipped"] for line in lines if "skipped" in line}
     assert reasons.keys() == {"media/broken.mp4", "media/tiny.png", "media/alone", "media/mute"}
     assert "too small" in reasons["media/tiny.png"]
     assert report["num_inputs"] == 7
@@ -60,7 +68,7 @@ def test_samples_hold_the_right_frames(media, tmp_path):
     reader, codec = SampleReader(index), DctCodec()
     starts = Counter()
     for i in range(len(index)):
-        sample = reader.read(i)
+        sample = reader.read(index.place(i))
         assert sample.caption == f"this is {sample.source.removeprefix('media/').split('.')[0]}"
         levels = [level(frame) for frame in codec.decode(sample.latents)]
         if sample.source == "media/still.png":
@@ -75,7 +83,7 @@ def test_shards_of_media_and_worker_processes_give_the_same_samples(media, tmp_p
     members = [(path.name, path.read_bytes()) for path in sorted(media.iterdir())]
     shard = write_tar(tmp_path / "raw.tar", members)
     folder_index, _ = run([media], tmp_path / "a")
-    shard_index, report = run([shard], tmp_path / "b", num_workers=2, samples_per_shard=3)
+    shard_index, report = run([shard], tmp_path / "b", num_threads=3, samples_per_shard=3)
     assert report["num_inputs"] == 7
     assert len(shard_index.info.shards) == 3
     latents = []
@@ -83,7 +91,7 @@ def test_shards_of_media_and_worker_processes_give_the_same_samples(media, tmp_p
         reader = SampleReader(index)
         # The hash in a key differs with the name of the input; file, shape and number do not.
         names = [(source.split("/")[1], key[-11:]) for source, key in zip(index.sources, index.keys, strict=True)]
-        latents.append({name: reader.read(i).latents for i, name in enumerate(names)})
+        latents.append({name: reader.read(index.place(i)).latents for i, name in enumerate(names)})
     assert len(latents[0]) == 8
     assert latents[0].keys() == latents[1].keys()
     for name, value in latents[0].items():
@@ -114,7 +122,7 @@ def test_existing_output_is_kept_unless_told(media, tmp_path):
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
-def test_a_failure_leaves_nothing_and_keeps_what_was_there(media, tmp_path):
+def test_a_failure_keeps_what_was_there_and_can_go_on(media, tmp_path):
     class FailingCodec(DctCodec):
         def encode(self, frames):
             if len(frames) == 9:
@@ -123,10 +131,10 @@ def test_a_failure_leaves_nothing_and_keeps_what_was_there(media, tmp_path):
 
     with pytest.raises(RuntimeError, match="out of disk"):
         prepare([media], tmp_path / "out", CONFIG, FailingCodec(), HashTextEncoder(16))
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".out.unfinished"]
     before, _ = run([media], tmp_path / "out")
     with pytest.raises(RuntimeError, match="out of disk"):
-        prepare([media], tmp_path / "out", CONFIG, FailingCodec(), HashTextEncoder(16), overwrite=True)
+        prepare([media], tmp_path / "out", CONFIG, FailingCodec(), HashTextEncoder(16), PrepareConfig(overwrite=True))
     before.verify()
 
 
@@ -159,7 +167,7 @@ def test_latents_keep_the_picture(tmp_path):
     (root / "a.txt").write_text("waves")
     index, report = run([root], tmp_path / "out", CutConfig(shapes=(Shape(1, 48, 64),)))
     assert report["psnr_db"]["mean"] > 30  # smooth, so within the kept frequencies
-    decoded = DctCodec().decode(SampleReader(index).read(0).latents)[0]
+    decoded = DctCodec().decode(SampleReader(index).read(index.place(0)).latents)[0]
     box = (150 - 100 * 64 / 48) / 2, 0, (150 + 100 * 64 / 48) / 2, 100
     expected = np.asarray(Image.fromarray(rgb).resize((64, 48), Image.Resampling.BICUBIC, box=box))
     assert np.abs(decoded.astype(int) - expected).mean() < 8

@@ -20,6 +20,10 @@ from adaptiveload.data.text import HashTextEncoder
 from tests.data.media_files import write_tar
 
 
+def read_row(index, i):
+    return SampleReader(index).read(index.place(i))
+
+
 def test_samples_read_back_as_written(tmp_path):
     writer = DatasetWriter(tmp_path, DctCodec(), HashTextEncoder(16), samples_per_shard=2)
     rng = np.random.default_rng(0)
@@ -31,7 +35,7 @@ def test_samples_read_back_as_written(tmp_path):
     assert list(index.shards) == ["shard-000000.tar", "shard-000000.tar", "shard-000001.tar"]
     reader = SampleReader(index)
     for i in (2, 0, 1):
-        sample = reader.read(i)
+        sample = reader.read(index.place(i))
         assert (sample.key, sample.source, sample.caption) == (f"k{i}", f"s{i}", f"caption {i}")
         assert sample.latents.dtype == sample.text.dtype == np.float32
         np.testing.assert_array_equal(sample.latents, latents[i].astype(np.float32))
@@ -54,21 +58,27 @@ def test_shards_are_equal_byte_for_byte_when_written_again(tmp_path):
 
 
 def test_a_pickled_reader_works_in_loader_workers(dataset):
-    reader = SampleReader(ShardIndex.read(dataset))
-    expected = [reader.read(i).latents.sum() for i in range(60)]
+    index = ShardIndex.read(dataset)
+    reader = SampleReader(index)
+    places = [index.place(i) for i in range(60)]
+    expected = [reader.read(place).latents.sum() for place in places]
     again = pickle.loads(pickle.dumps(reader))
-    assert again.read(3).latents.sum() == expected[3]
+    assert again.read(places[3]).latents.sum() == expected[3]
+    assert len(pickle.dumps(reader)) < 2000  # a worker gets no index
     # The parent's files are open already: forked workers share them.
-    loader = DataLoader(range(60), batch_size=None, num_workers=2, collate_fn=lambda i: reader.read(i).latents.sum())
+    loader = DataLoader(
+        places, batch_size=None, num_workers=2, collate_fn=lambda place: reader.read(place).latents.sum()
+    )
     assert list(loader) == expected
 
 
 def test_more_shards_than_may_be_open(dataset, monkeypatch):
-    monkeypatch.setattr("adaptiveload.data.reader._MAX_OPEN_SHARDS", 1)
-    reader = SampleReader(ShardIndex.read(dataset))
+    monkeypatch.setattr("adaptiveload.data.storage._MAX_OPEN_FILES", 1)
+    index = ShardIndex.read(dataset)
+    reader = SampleReader(index)
     for i in (0, 59, 30, 1, 58):
-        assert reader.read(i).key == f"sample{i:03d}"
-    assert len(reader._open_shards) == 1
+        assert reader.read(index.place(i)).key == f"sample{i:03d}"
+    assert len(reader.storage._files) == 1
 
 
 @pytest.fixture
@@ -81,11 +91,11 @@ def test_a_cut_shard_costs_only_the_samples_behind_the_cut(folder):
     shard = folder / "shard-000001.tar"
     shard.write_bytes(shard.read_bytes()[: index.offsets[30] + 700])
     reader = SampleReader(index)
-    assert reader.read(29).key == "sample029"
-    assert reader.read(50).key == "sample050"
+    assert reader.read(index.place(29)).key == "sample029"
+    assert reader.read(index.place(50)).key == "sample050"
     for i in range(30, 50):
         with pytest.raises(SampleError, match="shorter than its index says") as caught:
-            reader.read(i)
+            reader.read(index.place(i))
         assert caught.value.key == f"sample{i:03d}"
     error = pickle.loads(pickle.dumps(caught.value))
     assert str(error) == str(caught.value)
@@ -94,23 +104,27 @@ def test_a_cut_shard_costs_only_the_samples_behind_the_cut(folder):
 def test_a_missing_shard_is_a_sample_error(folder):
     (folder / "shard-000002.tar").unlink()
     with pytest.raises(SampleError, match=r"shard-000002\.tar.*No such file"):
-        SampleReader(ShardIndex.read(folder)).read(55)
+        read_row(ShardIndex.read(folder), 55)
 
 
 def test_an_index_of_other_shards_is_noticed(folder):
     index = ShardIndex.read(folder)
-    for name, message in (("keys", "lies where the index says"), ("offsets", "shard-000000.tar")):
+    for name, message in (
+        ("keys", "lies where the index says"),
+        ("offsets", "shard-000000.tar"),
+        ("sources", "the index says"),
+    ):
         column = np.roll(getattr(index, name), 1)
         with pytest.raises(SampleError, match=message):
-            SampleReader(dataclasses.replace(index, **{name: column})).read(3)
+            read_row(dataclasses.replace(index, **{name: column}), 3)
     for name in ("frames", "text_lens"):
         column = getattr(index, name) + 4
         with pytest.raises(SampleError, match="the index says"):
-            SampleReader(dataclasses.replace(index, **{name: column})).read(3)
+            read_row(dataclasses.replace(index, **{name: column}), 3)
 
 
 def write_one(root, latents, text, meta):
-    """Dataset of one sample with the given tensors, and its reader."""
+    """Index of a dataset of one sample with the given tensors."""
     good = {"frames": 1, "height": 32, "width": 32, "source": "s", "caption": "c", "codec": "dct"}
     good |= {"normalization_hash": "abc", "text_encoder": "hash", "format_version": 1}
     tensors = safetensors.torch.save({"latents": latents, "text": text})
@@ -121,7 +135,7 @@ def write_one(root, latents, text, meta):
     write_index(index)
     data = json.dumps({**good, **meta}).encode()
     write_tar(root / "a.tar", [(f"k.{JSON_MEMBER}", data), (f"k.{LATENTS_MEMBER}", tensors)])
-    return SampleReader(ShardIndex.read(root))
+    return ShardIndex.read(root)
 
 
 ONES, TEXT = torch.ones(16, 1, 4, 4), torch.ones(2, 8)
@@ -129,7 +143,7 @@ ONES, TEXT = torch.ones(16, 1, 4, 4), torch.ones(2, 8)
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_any_float_type_reads_as_float32(tmp_path, dtype):
-    sample = write_one(tmp_path, 0.1 * ONES.to(dtype), TEXT, {}).read(0)
+    sample = read_row(write_one(tmp_path, 0.1 * ONES.to(dtype), TEXT, {}), 0)
     assert sample.latents.dtype == np.float32
     np.testing.assert_array_equal(sample.latents, (0.1 * ONES.to(dtype)).float().numpy())
 
@@ -140,12 +154,12 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, bad, where):
     latents, text = ONES.clone(), TEXT.clone()
     (latents if where == "latents" else text).view(-1)[5] = bad
     with pytest.raises(SampleError, match="NaN or infinity"):
-        write_one(tmp_path, latents, text, {}).read(0)
+        read_row(write_one(tmp_path, latents, text, {}), 0)
 
 
 def test_latents_of_another_normalisation_are_refused(tmp_path):
     with pytest.raises(SampleError, match="normalisation xyz, the dataset has abc"):
-        write_one(tmp_path, ONES, TEXT, {"normalization_hash": "xyz"}).read(0)
+        read_row(write_one(tmp_path, ONES, TEXT, {"normalization_hash": "xyz"}), 0)
 
 
 def test_stale_latents_are_not_indexed(tmp_path):
@@ -192,7 +206,7 @@ def test_a_member_order_of_others_is_fine(folder):
                 tar.addfile(info, io.BytesIO(data))
     index, problems = index_shards(folder)
     assert problems == []
-    assert SampleReader(index).read(3).key == "sample003"
+    assert read_row(index, 3).key == "sample003"
 
 
 def test_null_text_must_fit(folder):

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from adaptiveload.data.index import INDEX_NAME, ShardIndex
-from scripts import index_shards, prepare, sample_media
+from scripts import index_shards, inspect_data, prepare, sample_media
 from tests.data.media_files import grey, picture_bytes, write_clip
 
 ROOT = Path(__file__).parents[2]
@@ -93,3 +94,30 @@ def test_the_quickstart_media_give_a_mixed_dataset(tmp_path, capsys):
     # The codec's constants were measured on this very set; they are rounded, and decoders differ by a level or so.
     assert all(0.97 < std < 1.03 for std in stats["std"])
     assert all(abs(mean) < 0.03 for mean in stats["mean"])
+
+
+def test_inspect_data(tmp_path, capsys):
+    media = tmp_path / "media"
+    media.mkdir()
+    write_clip(media / "clip.mp4", (grey(i) for i in range(9)))
+    (media / "picture.png").write_bytes(picture_bytes())
+    for name in ("clip", "picture"):
+        (media / f"{name}.txt").write_text(f"this is the {name}")
+    output = str(tmp_path / "out")
+    prepare.main(["--input", str(media), "--output", output, "--shapes", "1,48,64;9,48,64"])
+    assert (tmp_path / "out" / "buckets.png").stat().st_size > 1000
+    capsys.readouterr()
+    pictures = ["--histogram", str(tmp_path / "h.png"), "--contact-sheet", str(tmp_path / "c.png")]
+    inspect_data.main([output, "--verify", *pictures])
+    table = capsys.readouterr().out
+    assert "2 samples of 2 sources in 1 shards" in table
+    assert [line.split()[:3] for line in table.splitlines()[-2:]] == [["1x48x64", "12", "1"], ["9x48x64", "36", "1"]]
+    assert Image.open(tmp_path / "h.png").width > 500
+    assert Image.open(tmp_path / "c.png").width > 100
+    key = ShardIndex.read(output).keys[0]
+    inspect_data.main([output, "--key", key])
+    text = capsys.readouterr().out
+    assert "this is the clip" in text
+    assert '"source_hash"' in text
+    with pytest.raises(SystemExit, match=r"no sample 'media-clip'.*there is media-clip"):
+        inspect_data.main([output, "--key", "media-clip"])

@@ -10,7 +10,7 @@ import torch
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.config import load_config
 from adaptiveload.training.distributed import finish_ranks, start_ranks
-from adaptiveload.training.feed import MicroBatch, PlannedSample
+from adaptiveload.training.feed import MicroBatch, planned_sample
 from adaptiveload.training.run import Run, build_run
 from train import forward_backward
 
@@ -45,11 +45,8 @@ def gradient(run: Run, plan: StepPlan) -> torch.Tensor:
     """Whole gradient of `plan`, float32, on every rank."""
     batches: list[MicroBatch] = []
     for indices in plan.micro_batches(run.ranks.rank):
-        planned = [
-            PlannedSample(int(plan.sample_ids[i]), int(plan.epochs[i]), int(plan.repeats[i]), float(plan.weights[i]))
-            for i in indices
-        ]
-        batches.append(run.feed.dataset[tuple(planned)])
+        planned = tuple(planned_sample(plan, run.schedule.corpus, i) for i in indices)
+        batches.append(run.feed.dataset[planned])
     run.model.zero_grad()
     forward_backward(run, plan, iter(batches))  # what train.py runs
     return torch.cat([parameter.grad.full_tensor().flatten() for parameter in run.model.parameters()])
