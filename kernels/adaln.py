@@ -58,7 +58,7 @@ def adaln(
 
 
 def layer_norm_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """`LN(x) * (1 + scale) + shift`: x and result [B, S, D]; scale and shift [B, D], [B, 1, D] or, per token, [B, S, D].
+    """`LN(x) * (1 + scale) + shift`: x and result [B, S, D]; scale and shift [B, D], [B, 1, D] or [B, S, D].
 
     Raises:
         ValueError: If a shape is none of these.
@@ -66,10 +66,11 @@ def layer_norm_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tenso
     batch_size, seq_len, hidden_size = x.shape
     rows = []
     for name, tensor in (("scale", scale), ("shift", shift)):
-        tensor = tensor.unsqueeze(1) if tensor.ndim == 2 else tensor
-        if tensor.shape not in ((batch_size, 1, hidden_size), (batch_size, seq_len, hidden_size)):
-            raise ValueError(f"{name} must be [B, D], [B, 1, D] or [B, S, D] for x {list(x.shape)}, got {list(tensor.shape)}")
-        rows.append(tensor)
+        row = tensor.unsqueeze(1) if tensor.ndim == 2 else tensor  # [B, 1 or S, D]
+        if row.shape not in ((batch_size, 1, hidden_size), (batch_size, seq_len, hidden_size)):
+            forms = "[B, D], [B, 1, D] or [B, S, D]"
+            raise ValueError(f"{name} must be {forms} for x {list(x.shape)}, got {list(tensor.shape)}")
+        rows.append(row)
     per_sample = max(tensor.shape[1] for tensor in rows)
     scale, shift = (tensor.expand(-1, per_sample, -1).flatten(0, 1) for tensor in rows)
     offsets = torch.arange(batch_size * per_sample + 1, dtype=torch.int32, device="cpu") * (seq_len // per_sample)

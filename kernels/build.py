@@ -1,8 +1,8 @@
 """Compiles the CUDA kernels into one shared library, beside this file; run as `python -m adaptiveload.kernels.build`.
 
-The library has a C interface and no part of Python, PyTorch or the CUDA runtime is linked dynamically: one file serves
-every Python and every PyTorch, and it loads on machines without a GPU. Needs nvcc and the standard library only, so that
-`setup.py` can use it in an isolated build environment.
+The library has a C interface, links neither Python nor PyTorch, and the CUDA runtime statically: one file serves all
+versions of them, and it loads on machines without a GPU. Needs nvcc and the standard library only, so that `setup.py` can
+use it in an isolated build environment.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "libadaln.so"
 # Machine code for these, and PTX of the last for what comes after it.
-ARCHITECTURES = ("8.0", "9.0", "10.0")
+ARCHITECTURES = "8.0;9.0;10.0+PTX"
 
 
 def find_nvcc() -> str | None:
@@ -30,14 +30,14 @@ def find_nvcc() -> str | None:
 
 
 def architecture_flags(architectures: str | None) -> list[str]:
-    """nvcc's flags for a list such as "8.0;9.0+PTX", the form of $TORCH_CUDA_ARCH_LIST.
+    """Nvcc's flags for a list such as "8.0;9.0+PTX", the form of $TORCH_CUDA_ARCH_LIST.
 
     Never asks the GPU of the building machine, which need not be the one that runs the kernels.
 
     Raises:
         ValueError: If an entry is not a number such as 9.0, with or without +PTX.
     """
-    names = re.split(r"[;, ]+", architectures.strip()) if architectures else [*ARCHITECTURES[:-1], ARCHITECTURES[-1] + "+PTX"]
+    names = re.split(r"[;, ]+", (architectures or ARCHITECTURES).strip())
     flags = []
     for name in names:
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", name)
@@ -86,9 +86,10 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description="Compile the CUDA kernels; needs nvcc, no GPU.")
-    parser.add_argument("--architectures", help='such as "9.0"; $TORCH_CUDA_ARCH_LIST, or 8.0;9.0;10.0+PTX by default')
-    parser.add_argument("--sweep", action="store_true", help="also the launch choices that benchmark_kernels --sweep tries")
+    parser.add_argument("--architectures", help=f'such as "9.0"; $TORCH_CUDA_ARCH_LIST, or {ARCHITECTURES} by default')
+    parser.add_argument("--sweep", action="store_true", help="also what benchmark_kernels --sweep tries")
     parser.add_argument("--jobs", type=int, default=0, help="compilers at a time; all processors by default")
     args = parser.parse_args()
     flags = ("-DADALN_SWEEP",) if args.sweep else ()

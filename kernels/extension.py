@@ -33,11 +33,11 @@ class Params(Structure):
     """csrc/params.cuh, Params."""
 
     _fields_ = [
-        *((name, Matrix) for name in "x y h x_out dx dy gate scale shift weight bias".split()),
-        *((name, Matrix) for name in "dgate dscale dshift dweight dbias".split()),
-        *((name, c_void_p) for name in "mean rstd row_sums partials affine_partials offsets".split()),
-        *((name, c_int32) for name in "num_rows hidden_size num_segments num_blocks rows_per_block".split()),
-        *((name, c_int32) for name in "stages vectors rows".split()),
+        *((name, Matrix) for name in ["x", "y", "h", "x_out", "dx", "dy", "gate", "scale", "shift", "weight", "bias"]),
+        *((name, Matrix) for name in ["dgate", "dscale", "dshift", "dweight", "dbias"]),
+        *((name, c_void_p) for name in ["mean", "rstd", "row_sums", "partials", "affine_partials", "offsets"]),
+        *((name, c_int32) for name in ["num_rows", "hidden_size", "num_segments", "num_blocks", "rows_per_block"]),
+        *((name, c_int32) for name in ["stages", "vectors", "rows"]),
         ("eps", c_float),
         ("device", c_int32),
         ("inline_offsets", c_int32 * MAX_INLINE_OFFSETS),
@@ -95,7 +95,8 @@ class Extension:
             getattr(self._library, name).argtypes = arguments
         compiled = self._library.adaln_params_bytes()
         if compiled != ctypes.sizeof(Params):
-            raise RuntimeError(f"{path} takes {compiled} bytes of parameters, this version {ctypes.sizeof(Params)}: rebuild")
+            sizes = f"{compiled} bytes of parameters, this version {ctypes.sizeof(Params)}"
+            raise RuntimeError(f"{path} takes {sizes}: run python -m adaptiveload.kernels.build")
         self._d_tile = d_tile
         self._launch = launch
         self._blocks_that_fit: dict[tuple[int, ...], int] = {}
@@ -179,7 +180,7 @@ class Extension:
             for name, tensor in inputs.items()
             if getattr(wanted, name)
         }
-        if len(set(offsets)) < len(offsets):  # the kernels pass over segments without tokens
+        if len(x) == 0 or len(set(offsets)) < len(offsets):  # the kernels pass over segments without tokens
             for gradient in gradients.values():
                 gradient.zero_()
         dx = empty(len(x), x.dtype)
@@ -234,6 +235,8 @@ class Extension:
             self._blocks_that_fit[key] = count.value
         blocks = self._blocks_that_fit[key]
         if blocks == 0:
+            if self._launch is not None:
+                raise RuntimeError(f"{launch} has no kernel for D = {params.hidden_size} and these dtypes")
             return False
         self._deal_out(params, launch.blocks_per_multiprocessor or blocks, launch.min_rows)
         return True

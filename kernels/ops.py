@@ -113,4 +113,4 @@ def _check_offsets(segment_offsets: torch.Tensor, num_tokens: int) -> None:
     offsets = segment_offsets.tolist()
     if offsets[0] != 0 or offsets[-1] != num_tokens or offsets != sorted(offsets):
         shown = offsets if len(offsets) <= 20 else [*offsets[:10], "...", *offsets[-10:]]
-        raise ValueError(f"segment_offsets {shown} must rise from 0 to {num_tokens}: they must end at {num_tokens}, the tokens of x")
+        raise ValueError(f"segment_offsets {shown} must rise from 0 and must end at {num_tokens}, the tokens of x")
