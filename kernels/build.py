@@ -1,8 +1,8 @@
 """Compiles the CUDA kernels into one shared library, beside this file; run as `python -m adaptiveload.kernels.build`.
 
 The library has a C interface, links neither Python nor PyTorch, and the CUDA runtime statically: one file serves all
-versions of them, and it loads on machines without a GPU. Needs nvcc and the standard library only, so that `setup.py` can
-use it in an isolated build environment.
+versions of them, and it loads on machines without a GPU. Needs nvcc and the standard library only, so that `setup.py`
+can use it in an isolated build environment.
 """
 
 import argparse

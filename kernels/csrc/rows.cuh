@@ -210,7 +210,7 @@ template <class X, class Y, class H, bool kGate, int V, int R> struct Backward {
   using YRow = RowBuffer<Y, V>;
   using HRow = RowBuffer<H, V>;
   static constexpr int kSums = kGate ? 3 : 2;
-  static constexpr int kThreads = V * R <= (kGate ? 1 : 2) ? kMaxThreads : 480;
+  static constexpr int kThreads = V * R <= (kGate ? 1 : 2) ? kMaxThreads : 384;
 
   // A stage holds mean and rstd of its row for every warp, then x, dh, y, dx_out.
   static __host__ __device__ int statistics_bytes(int num_threads) { return num_threads / 32 * 16; }
@@ -369,7 +369,7 @@ template <class X, class Y, class H, bool kGate, int V, int R> struct Backward {
   }
 };
 
-// The bound caps the registers: 96 for 640 threads, of which two blocks of 320 fit as well; 128 or 136 where 96 would
+// The bound caps the registers: 96 for 640 threads, of which two blocks of 320 fit as well; more where 96 would
 // spill.
 template <class Kernel> __global__ void __launch_bounds__(Kernel::kThreads, 1) row_kernel(const __grid_constant__ Params p) {
   DYNAMIC_SHARED(ring);
