@@ -211,7 +211,7 @@ def test_runs():
 def test_cuda_agrees_with_the_cpu_and_says_once_what_it_runs(caplog):
     inputs = make_inputs(hidden_size=1536)
     moved = {name: tensor if name == "segment_offsets" else tensor.cuda() for name, tensor in inputs.items()}
-    with caplog.at_level(logging.WARNING, logger="adaptiveload.kernels.adaln"):
+    with caplog.at_level(logging.WARNING, logger="adaptiveload.kernels.backends"):
         for _ in range(2):
             h, x_out = adaln(**moved)
     assert len(caplog.records) <= 1  # none where another test came first

@@ -48,7 +48,7 @@ def test_emulated_kernels_stay_inside_their_memory(tmp_path):
         "PATH": "/usr/bin:/bin",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "tests.kernels.sanitized", str(library)]
+    command = [sys.executable, "-m", "tests.kernels.sanitized", str(library), "cpu"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "ran 24 cases" in result.stdout

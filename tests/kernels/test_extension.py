@@ -33,10 +33,10 @@ class OnCpu:
     device = "cpu"
 
 
-def expected(inputs: dict, names, **options):
+def expected(inputs: dict, names, where=OnCpu, **options):
     """In float64, from the inputs as they are rounded."""
     wide = {name: t if name == "segment_offsets" else t.double() for name, t in inputs.items()}
-    return run(OnCpu, wide, names, function=oracle, **options)
+    return run(where, wide, names, function=oracle, **options)
 
 
 def assert_matches(got: dict, want: dict, num_rows: int, scale: float = 1.0) -> None:
@@ -200,9 +200,9 @@ def test_nan_stays_in_its_row_and_segment(kernels):
     assert got["dscale"].isnan().any(1).tolist() == [i == 1 for i in range(6)]
 
 
-def views(shape: tuple[int, int], seed: int) -> dict[str, torch.Tensor]:
+def views(shape: tuple[int, int], seed: int, device: str) -> dict[str, torch.Tensor]:
     rows, size = shape
-    r = lambda *s: torch.randn(*s, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    r = lambda *s: torch.randn(*s, generator=torch.Generator().manual_seed(seed)).to(device)  # noqa: E731
     return {
         "contiguous": r(rows, size),
         "chunk": r(rows, 3 * size).chunk(3, 1)[1],
@@ -219,11 +219,14 @@ def views(shape: tuple[int, int], seed: int) -> dict[str, torch.Tensor]:
 def test_views_of_every_input(kernels, hidden_size):
     """Case C45: strides ignored in a kernel give wrong values in silence, often in backward only."""
     inputs = make_inputs(hidden_size=hidden_size)
-    tokens, rows = views((22, hidden_size), 3), views((6, hidden_size), 4)
+    tokens, rows = views((22, hidden_size), 3, kernels.device), views((6, hidden_size), 4, kernels.device)
     for token_view, row_view in itertools.product(tokens, rows):
-        case = inputs | {"x": tokens[token_view], "y": views((22, hidden_size), 5)[token_view]}
-        case |= {"gate": rows[row_view], "scale": rows[row_view], "shift": views((6, hidden_size), 6)[row_view]}
-        # detach keeps strides on the CPU; on a GPU a copy keeps them only for dense tensors, so views are made there.
+        case = inputs | {"x": tokens[token_view], "y": views((22, hidden_size), 5, kernels.device)[token_view]}
+        case |= {
+            "gate": rows[row_view],
+            "scale": rows[row_view],
+            "shift": views((6, hidden_size), 6, kernels.device)[row_view],
+        }
         assert_matches(run(kernels, case, GATED), expected(case, GATED), num_rows=22)
 
 

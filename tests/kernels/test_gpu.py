@@ -33,7 +33,7 @@ def test_widths(hidden_size, names):
     inputs = make_inputs([1009, 1, 500], hidden_size=hidden_size)
     got = run(OnGpu, inputs, names)
     # With D = 1 every row is constant: its normalised value is a rounding error times 1000.
-    assert_matches(got, expected(inputs, names), num_rows=1510, scale=1.0 if hidden_size > 1 else 100.0)
+    assert_matches(got, expected(inputs, names, OnGpu), num_rows=1510, scale=1.0 if hidden_size > 1 else 100.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -44,7 +44,7 @@ def test_a_long_clip_beside_images(dtype, hidden_size):
     inputs |= {"x": inputs["x"].to(dtype)}
     names = MODULATED
     got = run(OnGpu, inputs, names, out_dtype=torch.float32, grad_x_out=False)
-    assert_matches(got, expected(inputs, names, grad_x_out=False), num_rows=32760)
+    assert_matches(got, expected(inputs, names, OnGpu, grad_x_out=False), num_rows=32760)
 
 
 def test_repeats_bitwise_on_side_streams():
