@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from adaptiveload.kernels.extension import Extension, Launch
 
 STREAMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SITES = ("norm", "gated")
+PEERS = ("eager", "compile")
 NUM_REPLAYS = 7
 
 
@@ -160,10 +162,10 @@ def native_affine(x, y, gate, scale, shift):
     return F.layer_norm(x, x.shape[-1:], scale[0], shift[0], 1e-6), x
 
 
-def peers(case: Case, is_compiled: bool) -> dict[str, Callable]:
+def peers(case: Case, part: str) -> dict[str, Callable]:
     """Other implementations of this case, by name."""
     functions = {"diffusers": diffusers_form, "eager_bf16": bf16_form}
-    if is_compiled:
+    if part == "compile":
         functions = {"compile": torch.compile(diffusers_form, dynamic=False)}
     elif case.site == "norm":
         functions["native_affine"] = native_affine
@@ -179,7 +181,15 @@ def peers(case: Case, is_compiled: bool) -> dict[str, Callable]:
 
 
 def measure_peer(case: Case, function: Callable, name: str, bandwidth: float) -> list[Row]:
-    """Forward, and backward through autograd."""
+    """Forward, and backward through autograd; what cannot run is named and left out."""
+    try:
+        return _measure_peer(case, function, name, bandwidth)
+    except RuntimeError as error:  # torch.compile has rejected its own backward on some versions
+        print(f"{name} failed on {case.site} {case.stream} D {case.hidden_size}: {error}", file=sys.stderr)
+        return []
+
+
+def _measure_peer(case: Case, function: Callable, name: str, bandwidth: float) -> list[Row]:
     parts = {"gate": case.gate, "scale": case.scale, "shift": case.shift}
     if name == "native_affine":
         parts = {key: part if part is None else part.to(case.dtype) for key, part in parts.items()}
@@ -311,8 +321,7 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", choices=STREAMS, default=list(STREAMS))
     parser.add_argument("--sites", nargs="+", choices=SITES, default=list(SITES))
     parser.add_argument("--sweep", action="store_true", help="try every launch choice (build with --sweep first)")
-    parser.add_argument("--no-peers", action="store_true", help="measure our kernels only")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="what else to measure")
     parser.add_argument("--output", type=Path, help="write all rows as JSON")
     args = parser.parse_args()
 
@@ -329,18 +338,16 @@ def main() -> None:
     rows: list[Row] = []
     keys = list(product(args.sites, args.streams, args.hidden_sizes, args.tokens))
     try:
-        for is_compiled in (False, True):
+        for part in ("ours", *args.peers):
             for key in keys:
                 case = Case(*key)
-                if not is_compiled:
+                if part == "ours":
                     rows += measure_ours(case, extension, "ours", bandwidth)
-                    if args.sweep:
-                        rows += sweep(case, extension, bandwidth)
                     rows += measure_ours(case, extension.variant(d_tile=True), "dtile", bandwidth, "", ("backward",))
-                if not args.no_peers and not (is_compiled and args.no_compile):
-                    for name, function in peers(case, is_compiled).items():
+                    rows += sweep(case, extension, bandwidth) if args.sweep else []
+                else:
+                    for name, function in peers(case, part).items():
                         rows += measure_peer(case, function, name, bandwidth)
-                if is_compiled and not args.no_peers:
                     torch._dynamo.reset()
                 if args.output:
                     args.output.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1))
