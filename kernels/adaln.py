@@ -6,15 +6,10 @@ both read and write the same [N, D] tensor.
 Legend: `N` tokens of all samples side by side, `D` hidden size, `G` segments (tokens that share a modulation row).
 """
 
-import functools
-import logging
-import os
-
 import torch
 
-from adaptiveload.kernels import reference
-
-logger = logging.getLogger(__name__)
+from adaptiveload.kernels import ops  # noqa: F401 (defines torch.ops.adaptiveload)
+from adaptiveload.kernels.extension import DTYPES
 
 
 def adaln(
@@ -52,52 +47,55 @@ def adaln(
         `h` [N, D] in `out_dtype`, and `x_out` [N, D] in the dtype of `x` (`x` itself when there is no `y`).
 
     Raises:
-        ValueError: If a shape does not fit, or `gate` comes without `y`.
+        ValueError: If a shape, a dtype or a device does not fit, the offsets do not cover `x`, or `gate` comes
+            without `y`.
     """
-    _check(x, y, gate, scale, shift, weight, bias, segment_offsets)
-    if x.is_cuda:
-        _log_fallback_once()
-    return reference.adaln(
-        x,
-        y=y,
-        gate=gate,
-        scale=scale,
-        shift=shift,
-        weight=weight,
-        bias=bias,
-        segment_offsets=segment_offsets,
-        eps=eps,
-        out_dtype=out_dtype or x.dtype,
+    _check(x, {"y": y, "gate": gate, "scale": scale, "shift": shift, "weight": weight, "bias": bias}, segment_offsets)
+    h, x_out, _, _ = torch.ops.adaptiveload.adaln(
+        x, y, gate, scale, shift, weight, bias, segment_offsets, eps, out_dtype or x.dtype
     )
+    return h, x if y is None else x_out
 
 
 def layer_norm_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """`LN(x) * (1 + scale) + shift` for samples of one length: x and result [B, S, D], scale and shift [B, D]."""
-    batch_size, seq_len, _ = x.shape
-    offsets = torch.arange(batch_size + 1, dtype=torch.int32, device="cpu") * seq_len
+    """`LN(x) * (1 + scale) + shift`: x and result [B, S, D]; scale and shift [B, D], [B, 1, D] or [B, S, D].
+
+    Raises:
+        ValueError: If a shape is none of these.
+    """
+    batch_size, seq_len, hidden_size = x.shape
+    rows = []
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        row = tensor.unsqueeze(1) if tensor.ndim == 2 else tensor  # [B, 1 or S, D]
+        if row.shape not in ((batch_size, 1, hidden_size), (batch_size, seq_len, hidden_size)):
+            forms = "[B, D], [B, 1, D] or [B, S, D]"
+            raise ValueError(f"{name} must be {forms} for x {list(x.shape)}, got {list(tensor.shape)}")
+        rows.append(row)
+    per_sample = max(tensor.shape[1] for tensor in rows)
+    scale, shift = (tensor.expand(-1, per_sample, -1).flatten(0, 1) for tensor in rows)
+    offsets = torch.arange(batch_size * per_sample + 1, dtype=torch.int32, device="cpu") * (seq_len // per_sample)
     h, _ = adaln(x.flatten(0, 1), scale=scale, shift=shift, segment_offsets=offsets, eps=eps)
     return h.unflatten(0, (batch_size, seq_len))
 
 
-def _check(x, y, gate, scale, shift, weight, bias, segment_offsets) -> None:
+def _check(x: torch.Tensor, parts: dict[str, torch.Tensor | None], segment_offsets: torch.Tensor) -> None:
     if x.ndim != 2:
         raise ValueError(f"x must be [N, D], got {list(x.shape)}")
-    if gate is not None and y is None:
+    if parts["gate"] is not None and parts["y"] is None:
         raise ValueError("gate multiplies y: give y too")
+    if segment_offsets.device.type != "cpu" or segment_offsets.ndim != 1 or segment_offsets.numel() < 1:
+        where = f"{list(segment_offsets.shape)} on {segment_offsets.device}"
+        raise ValueError(f"segment_offsets must be a CPU tensor [G + 1], got {where}")
     num_tokens, hidden_size = x.shape
-    num_segments = segment_offsets.numel() - 1
-    if num_segments < 1 or int(segment_offsets[-1]) != num_tokens:
-        raise ValueError(f"segment_offsets {segment_offsets.tolist()} must end at {num_tokens}, the tokens of x")
-    rows = (num_segments, hidden_size)
-    expected = {"y": tuple(x.shape), "gate": rows, "scale": rows, "shift": rows}
-    expected |= {"weight": (hidden_size,), "bias": (hidden_size,)}
-    given = {"y": y, "gate": gate, "scale": scale, "shift": shift, "weight": weight, "bias": bias}
-    for name, tensor in given.items():
-        if tensor is not None and tuple(tensor.shape) != expected[name]:
-            raise ValueError(f"{name} must be {list(expected[name])}, got {list(tensor.shape)}")
-
-
-@functools.cache
-def _log_fallback_once() -> None:
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning("AdaLN runs as plain PyTorch on CUDA: this build has no fused kernel")
+    rows = (segment_offsets.numel() - 1, hidden_size)
+    expected = {"y": (num_tokens, hidden_size), "weight": (hidden_size,), "bias": (hidden_size,)}
+    for name, tensor in {"x": x, **parts}.items():
+        if tensor is None:
+            continue
+        shape = x.shape if name == "x" else expected.get(name, rows)
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}")
+        if tensor.dtype not in DTYPES and not (tensor.dtype == torch.float64 and x.device.type == "cpu"):
+            raise ValueError(f"{name} is {tensor.dtype}; it must be float32, bfloat16 or float16 (float64 on the CPU)")

@@ -191,7 +191,7 @@ def test_layer_norm_modulate_is_the_case_of_equal_lengths():
         ({"y": torch.zeros(21, 24)}, r"y must be \[22, 24\], got \[21, 24\]"),
         ({"scale": torch.zeros(22, 24)}, r"scale must be \[6, 24\]"),
         ({"weight": torch.zeros(23)}, r"weight must be \[24\]"),
-        ({"segment_offsets": torch.tensor([0, 21])}, "must end at 22"),
+        ({"segment_offsets": torch.tensor([0, 3, 6, 7, 12, 17, 21])}, "must end at 22"),
     ],
 )
 def test_wrong_shapes_are_named(changes, message):
@@ -211,7 +211,7 @@ def test_runs():
 def test_cuda_agrees_with_the_cpu_and_says_once_what_it_runs(caplog):
     inputs = make_inputs(hidden_size=1536)
     moved = {name: tensor if name == "segment_offsets" else tensor.cuda() for name, tensor in inputs.items()}
-    with caplog.at_level(logging.WARNING, logger="adaptiveload.kernels.adaln"):
+    with caplog.at_level(logging.WARNING, logger="adaptiveload.kernels.backends"):
         for _ in range(2):
             h, x_out = adaln(**moved)
     assert len(caplog.records) <= 1  # none where another test came first

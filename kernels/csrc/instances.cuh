@@ -1,0 +1,74 @@
+// The fast kernels of one triple of dtypes. One .cu file a triple, so that they compile side by side.
+#pragma once
+
+#include "columns.cuh"
+#include "rows.cuh"
+
+namespace adaln {
+
+constexpr int kNoInstance = -1;
+
+// Launches, or, where `blocks_per_sm` is given, only says how many blocks fit on a multiprocessor.
+template <class Kernel, int V> int launch_rows(const Params& p, cudaStream_t stream, int* blocks_per_sm) {
+  const int num_warps = (p.hidden_size + 32 * kVector * V - 1) / (32 * kVector * V);
+  const int num_threads = 32 * num_warps, bytes = p.stages * Kernel::stage_bytes(p, num_threads);
+  if (num_threads > Kernel::kThreads) return kNoInstance;
+  if (bytes > 48 * 1024) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(row_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+  }
+  if (blocks_per_sm != nullptr) {
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks_per_sm, row_kernel<Kernel>, num_threads, bytes);
+  }
+  LAUNCH(row_kernel<Kernel>, dim3(p.num_blocks), dim3(num_threads), bytes, stream, p);
+  return cudaGetLastError();
+}
+
+template <class X, class Y, class H, int V, int R>
+int launch_rows(const Params& p, bool is_backward, cudaStream_t stream, int* blocks_per_sm) {
+  if (!is_backward) {
+    return p.y.data != nullptr ? launch_rows<Forward<X, Y, H, true, V, R>, V>(p, stream, blocks_per_sm)
+                               : launch_rows<Forward<X, Y, H, false, V, R>, V>(p, stream, blocks_per_sm);
+  }
+  return p.gate.data != nullptr ? launch_rows<Backward<X, Y, H, true, V, R>, V>(p, stream, blocks_per_sm)
+                                : launch_rows<Backward<X, Y, H, false, V, R>, V>(p, stream, blocks_per_sm);
+}
+
+template <class X, class Y, class H>
+int launch_rows(const Params& p, bool is_backward, cudaStream_t stream, int* blocks_per_sm) {
+  switch (p.vectors * 10 + p.rows) {
+    case 11: return launch_rows<X, Y, H, 1, 1>(p, is_backward, stream, blocks_per_sm);
+    case 21: return launch_rows<X, Y, H, 2, 1>(p, is_backward, stream, blocks_per_sm);
+#ifdef ADALN_SWEEP  // choices that were measured and not kept
+    case 12: return launch_rows<X, Y, H, 1, 2>(p, is_backward, stream, blocks_per_sm);
+    case 22: return launch_rows<X, Y, H, 2, 2>(p, is_backward, stream, blocks_per_sm);
+#endif
+    default: return kNoInstance;
+  }
+}
+
+template <class X, class Y, class H> int launch_columns(const Params& p, cudaStream_t stream) {
+  const dim3 grid((p.hidden_size + kColumnThreads - 1) / kColumnThreads, p.num_blocks);
+  if (p.gate.data != nullptr) LAUNCH((column_kernel<X, Y, H, true>), grid, dim3(kColumnThreads), 0, stream, p);
+  else LAUNCH((column_kernel<X, Y, H, false>), grid, dim3(kColumnThreads), 0, stream, p);
+  return cudaGetLastError();
+}
+
+// x, y, h. Without y the second does not matter: the first triple that fits the others is taken.
+#define FOR_EACH_TRIPLE(macro) \
+  macro(bf16, bf16, bf16) macro(float, bf16, bf16) macro(float, float, float) macro(fp16, fp16, fp16) \
+  macro(bf16, bf16, float) macro(float, bf16, float) macro(float, fp16, fp16)
+
+#define DECLARE_TRIPLE(X, Y, H) \
+  int rows_##X##_##Y##_##H(const Params&, bool is_backward, cudaStream_t, int* blocks_per_sm); \
+  int columns_##X##_##Y##_##H(const Params&, cudaStream_t);
+FOR_EACH_TRIPLE(DECLARE_TRIPLE)
+
+#define DEFINE_TRIPLE(X, Y, H) \
+  int rows_##X##_##Y##_##H(const Params& p, bool is_backward, cudaStream_t stream, int* blocks_per_sm) { \
+    return launch_rows<X, Y, H>(p, is_backward, stream, blocks_per_sm); \
+  } \
+  int columns_##X##_##Y##_##H(const Params& p, cudaStream_t stream) { return launch_columns<X, Y, H>(p, stream); }
+
+}  // namespace adaln

@@ -1,0 +1,321 @@
+"""The CUDA kernels: loads the compiled library and lays out its launches.
+
+The library has a plain C interface, so nothing here depends on the version of Python or PyTorch.
+
+Legend: `N` tokens of all samples side by side, `D` hidden size, `G` segments (tokens that share a modulation row).
+"""
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from adaptiveload.kernels.reference import Gradients, Wanted
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MAX_INLINE_OFFSETS = 512
+VECTOR = 8  # elements that a thread reads together
+MAX_VECTOR_HIDDEN_SIZE = 8192
+SHARED_BYTES = 220 * 1024  # of 227 KB that a block may have on Hopper; the rest are the sums
+NO_INSTANCE = -1
+
+
+class Matrix(Structure):
+    """csrc/params.cuh, Matrix."""
+
+    _fields_ = [("data", c_void_p), ("row_stride", c_int64), ("column_stride", c_int64), ("dtype", c_int64)]
+
+
+class Params(Structure):
+    """csrc/params.cuh, Params."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ["x", "y", "h", "x_out", "dx", "dy", "gate", "scale", "shift", "weight", "bias"]),
+        *((name, Matrix) for name in ["dgate", "dscale", "dshift", "dweight", "dbias"]),
+        *((name, c_void_p) for name in ["mean", "rstd", "row_sums", "partials", "affine_partials", "offsets"]),
+        *((name, c_int32) for name in ["num_rows", "hidden_size", "num_segments", "num_blocks", "rows_per_block"]),
+        *((name, c_int32) for name in ["stages", "vectors", "rows"]),
+        ("eps", c_float),
+        ("device", c_int32),
+        ("inline_offsets", c_int32 * MAX_INLINE_OFFSETS),
+    ]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the work is laid out on the GPU; the same results up to the order of sums.
+
+    Attributes:
+        vectors: Groups of eight elements that a thread owns in each row.
+        rows: Rows that share a barrier.
+        stages: Rows on their way to a block or being worked on.
+        blocks_per_multiprocessor: As many as fit, if 0.
+        min_rows: A block that does fewer is not worth its start.
+    """
+
+    vectors: int
+    rows: int = 1
+    stages: int = 4
+    blocks_per_multiprocessor: int = 0
+    min_rows: int = 8
+
+
+def default_launch(hidden_size: int, is_backward: bool) -> Launch:
+    """The layout for rows of D = `hidden_size`."""
+    return Launch(vectors=1 if hidden_size <= 4096 else 2, min_rows=16 if is_backward else 4)
+
+
+class Extension:
+    """A backend of `adaptiveload.kernels.backends` that runs the compiled kernels.
+
+    Args:
+        path: The shared library.
+        d_tile: Take the two kernels of the AdaptiveLoad paper for backward: one for dx, one for the column sums.
+        launch: Layout of all launches, for measurements; chosen per launch by default.
+
+    Raises:
+        OSError: If the library cannot be loaded.
+        RuntimeError: If it was compiled from other sources.
+    """
+
+    def __init__(self, path: Path, d_tile: bool = False, launch: Launch | None = None):
+        self._library = ctypes.CDLL(str(path))
+        self._library.adaln_error.restype = c_char_p
+        for name, arguments in {
+            "adaln_rows": (POINTER(Params), c_int, c_void_p),
+            "adaln_scalar_rows": (POINTER(Params), c_int, c_void_p),
+            "adaln_columns": (POINTER(Params), c_void_p),
+            "adaln_finish": (POINTER(Params), c_void_p),
+            "adaln_blocks_per_multiprocessor": (POINTER(Params), c_int, POINTER(c_int)),
+            "adaln_num_multiprocessors": (c_int, POINTER(c_int)),
+        }.items():
+            getattr(self._library, name).argtypes = arguments
+        compiled = self._library.adaln_params_bytes()
+        if compiled != ctypes.sizeof(Params):
+            sizes = f"{compiled} bytes of parameters, this version {ctypes.sizeof(Params)}"
+            raise RuntimeError(f"{path} takes {sizes}: run python -m adaptiveload.kernels.build")
+        self._d_tile = d_tile
+        self._launch = launch
+        self._blocks_that_fit: dict[tuple[int, ...], int] = {}
+        self._multiprocessors: dict[int, int] = {}
+
+    def variant(self, *, d_tile: bool | None = None, launch: Launch | None = None) -> "Extension":
+        """The same library with another backward or layout."""
+        other = object.__new__(Extension)
+        other.__dict__.update(self.__dict__)
+        other._d_tile = self._d_tile if d_tile is None else d_tile
+        other._launch = launch
+        return other
+
+    def check(self, device: int) -> None:
+        """Raise RuntimeError if the library has no code for this GPU."""
+        params = Params(device=device, hidden_size=VECTOR, vectors=1, rows=1, stages=2)
+        self._call("adaln_blocks_per_multiprocessor", byref(params), 0, byref(c_int()))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        gate: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        shift: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        segment_offsets: torch.Tensor,
+        eps: float,
+        out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """As `reference.forward`."""
+        can_vector = _can_vector(x)
+        x, y = _rows(x, can_vector), _rows(y, can_vector)
+        h = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+        x_out = None if y is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        mean, rstd = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
+        if x.numel():
+            matrices = {"x": x, "y": y, "h": h, "x_out": x_out, "gate": gate, "scale": scale, "shift": shift}
+            matrices |= {"weight": weight, "bias": bias}
+            params, _keep = _params(x, matrices, segment_offsets.tolist(), mean, rstd, eps)
+            is_vector = can_vector and self._lay_out(params, is_backward=False)
+            if not is_vector:
+                self._lay_out_scalar(params)
+            self._call("adaln_rows" if is_vector else "adaln_scalar_rows", byref(params), 0, _stream(x))
+        return h, x_out, mean, rstd
+
+    def backward(
+        self,
+        dh: torch.Tensor,
+        dx_out: torch.Tensor | None,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        gate: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        shift: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        rstd: torch.Tensor,
+        segment_offsets: torch.Tensor,
+        wanted: Wanted,
+        y_dtype: torch.dtype,
+    ) -> Gradients:
+        """As `reference.backward`."""
+        can_vector = _can_vector(x)
+        dx_out = None if dx_out is None else dx_out.to(x.dtype)
+        dh, dx_out, x, y = (_rows(tensor, can_vector) for tensor in (dh, dx_out, x, y))
+        offsets = segment_offsets.tolist()
+        is_modulation_wanted = wanted.gate or wanted.scale or wanted.shift
+        is_affine_wanted = wanted.weight or wanted.bias
+        if gate is None and scale is None and not is_modulation_wanted:
+            offsets = [0, len(x)]  # nothing depends on the segment
+
+        def empty(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(rows, x.shape[1], dtype=dtype, device=x.device)
+
+        inputs = {"gate": gate, "scale": scale, "shift": shift, "weight": weight, "bias": bias}
+        gradients = {
+            name: empty(len(offsets) - 1 if name in ("gate", "scale", "shift") else 1, tensor.dtype)
+            for name, tensor in inputs.items()
+            if getattr(wanted, name)
+        }
+        if len(x) == 0 or len(set(offsets)) < len(offsets):  # the kernels pass over segments without tokens
+            for gradient in gradients.values():
+                gradient.zero_()
+        dx = empty(len(x), x.dtype)
+        # The kernel with a gate writes dy whether it is wanted or not.
+        dy = empty(len(x), y_dtype) if wanted.y or gate is not None else None
+        if x.numel():
+            matrices = {"x": x, "h": dh, "x_out": dx_out, "y": y if gate is not None else None, "dx": dx, "dy": dy}
+            matrices |= inputs | {f"d{name}": gradient for name, gradient in gradients.items()}
+            params, _keep = _params(x, matrices, offsets, mean, rstd)
+            is_vector = can_vector and self._lay_out(params, is_backward=True)
+            if not is_vector:
+                self._lay_out_scalar(params)
+            rows_kernel = "adaln_rows" if is_vector else "adaln_scalar_rows"
+            num_sums = 2 if gate is None else 3
+            partials = empty(2 * params.num_blocks * num_sums) if is_modulation_wanted else None
+            affine_partials = empty(2 * params.num_blocks) if is_affine_wanted else None
+            has_column_kernel = (not is_vector or self._d_tile) and (is_modulation_wanted or is_affine_wanted)
+            if has_column_kernel:
+                row_sums = torch.empty(len(x), 2, dtype=torch.float32, device=x.device)
+                params.row_sums = row_sums.data_ptr()
+                self._call(rows_kernel, byref(params), 1, _stream(x))
+            params.partials, params.affine_partials = _address(partials), _address(affine_partials)
+            if has_column_kernel:
+                self._call("adaln_columns", byref(params), _stream(x))
+            else:
+                self._call(rows_kernel, byref(params), 1, _stream(x))
+            if is_modulation_wanted or is_affine_wanted:
+                self._call("adaln_finish", byref(params), _stream(x))
+        for name in ("weight", "bias"):
+            if name in gradients:
+                gradients[name] = gradients[name].squeeze(0)
+        return Gradients(x=dx, y=dy if wanted.y else None, **{name: gradients.get(name) for name in inputs})
+
+    def _lay_out(self, params: Params, is_backward: bool) -> bool:
+        """Fill in the layout for the fast kernels; False if there is none for these dtypes and this D."""
+        launch = self._launch or default_launch(params.hidden_size, is_backward)
+        num_threads = 32 * -(-params.hidden_size // (32 * VECTOR * launch.vectors))
+        streams = (params.x, params.y, params.h, params.x_out) if is_backward else (params.x, params.y)
+        row_bytes = sum(4 if stream.dtype == 0 else 2 for stream in streams if stream.data) * VECTOR * launch.vectors
+        stage_bytes = num_threads * row_bytes + (num_threads // 2 if is_backward else 0)
+        params.vectors, params.rows = launch.vectors, launch.rows
+        params.stages = min(launch.stages, SHARED_BYTES // stage_bytes)
+        if params.stages < launch.rows:
+            return False
+        key = (params.device, is_backward, params.hidden_size, params.vectors, params.rows, params.stages)
+        key += tuple((stream.dtype, bool(stream.data)) for stream in (*streams, params.h, params.dy, params.gate))
+        if key not in self._blocks_that_fit:
+            count = c_int()
+            code = self._library.adaln_blocks_per_multiprocessor(byref(params), int(is_backward), byref(count))
+            if code not in (0, NO_INSTANCE):
+                self._raise("adaln_blocks_per_multiprocessor", code)
+            self._blocks_that_fit[key] = count.value
+        blocks = self._blocks_that_fit[key]
+        if blocks == 0:
+            if self._launch is not None:
+                raise RuntimeError(f"{launch} has no kernel for D = {params.hidden_size} and these dtypes")
+            return False
+        self._deal_out(params, launch.blocks_per_multiprocessor or blocks, launch.min_rows)
+        return True
+
+    def _lay_out_scalar(self, params: Params) -> None:
+        self._deal_out(params, blocks_per_multiprocessor=8, min_rows=1)
+
+    def _deal_out(self, params: Params, blocks_per_multiprocessor: int, min_rows: int) -> None:
+        if params.device not in self._multiprocessors:
+            count = c_int()
+            self._call("adaln_num_multiprocessors", params.device, byref(count))
+            self._multiprocessors[params.device] = count.value
+        num_blocks = self._multiprocessors[params.device] * blocks_per_multiprocessor
+        num_blocks = max(1, min(num_blocks, params.num_rows // min_rows))
+        params.rows_per_block = -(-params.num_rows // num_blocks)
+        params.num_blocks = -(-params.num_rows // params.rows_per_block)
+
+    def _call(self, name: str, *arguments) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != 0:
+            self._raise(name, code)
+
+    def _raise(self, name: str, code: int) -> None:
+        raise RuntimeError(f"{name}: {self._library.adaln_error(code).decode()}")
+
+
+def _params(
+    x: torch.Tensor,
+    matrices: dict[str, torch.Tensor | None],
+    offsets: list[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: float = 0.0,
+) -> tuple[Params, torch.Tensor | None]:
+    """Parameters without the layout, and what must outlive the launch beside the tensors given."""
+    params = Params(
+        mean=mean.data_ptr(),
+        rstd=rstd.data_ptr(),
+        num_rows=x.shape[0],
+        hidden_size=x.shape[1],
+        num_segments=len(offsets) - 1,
+        eps=eps,
+        device=x.device.index or 0,
+    )
+    for name, tensor in matrices.items():
+        if tensor is not None:
+            row_stride, column_stride = (0, *tensor.stride())[-2:]
+            setattr(params, name, Matrix(tensor.data_ptr(), row_stride, column_stride, DTYPES[tensor.dtype]))
+    if len(offsets) <= MAX_INLINE_OFFSETS:
+        params.inline_offsets[: len(offsets)] = offsets
+        return params, None
+    on_device = _offsets_on_device(tuple(offsets), x.device)
+    params.offsets = on_device.data_ptr()
+    return params, on_device
+
+
+@lru_cache(maxsize=64)
+def _offsets_on_device(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """All layers share the offsets of a micro-batch: one copy to the device serves them."""
+    return torch.tensor(offsets, dtype=torch.int32, device=device)
+
+
+def _can_vector(x: torch.Tensor) -> bool:
+    return x.shape[1] % VECTOR == 0 and x.shape[1] <= MAX_VECTOR_HIDDEN_SIZE
+
+
+def _rows(tensor: torch.Tensor | None, can_vector: bool) -> torch.Tensor | None:
+    """The tensor itself, or a copy where the kernels cannot read its rows."""
+    if tensor is None or not tensor.numel():
+        return tensor
+    is_aligned = tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
+    if tensor.stride(1) == 1 and (is_aligned or not can_vector):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _stream(x: torch.Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0

@@ -1,0 +1,62 @@
+"""The kernels for tests: emulated on the CPU, and on a GPU where there is one."""
+
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptiveload.kernels import backends
+from adaptiveload.kernels.build import LIBRARY, SOURCES
+from adaptiveload.kernels.extension import Extension
+
+EMULATION = Path(__file__).parent / "emulation"
+
+
+def build_emulated(folder: Path, *flags: str) -> Path:
+    """The kernels' own sources, compiled by g++ for the CPU: a library with the interface of the CUDA one."""
+    command = ["g++", "-std=c++17", "-O1", "-g", "-fPIC", "-w", "-DADALN_EMULATE", *flags]
+    command += [f"-I{EMULATION}", f"-I{SOURCES}"]
+    sources = sorted(SOURCES.glob("*.cu"))
+    assert len(sources) > 5
+    objects = [folder / f"{source.stem}.o" for source in sources]
+
+    def compile_one(source: Path, target: Path) -> None:
+        subprocess.run([*command, "-x", "c++", "-c", str(source), "-o", str(target)], check=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, sources, objects))
+    library = folder / "libadaln_emulated.so"
+    subprocess.run(["g++", "-shared", *flags, *map(str, objects), "-o", str(library)], check=True)
+    return library
+
+
+@dataclass(frozen=True)
+class Kernels:
+    extension: Extension
+    device: str
+
+    def to(self, inputs: dict) -> dict:
+        return {name: t if name == "segment_offsets" else t.to(self.device) for name, t in inputs.items()}
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Extension:
+    return Extension(build_emulated(tmp_path_factory.mktemp("emulated"), "-DADALN_SWEEP"))
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """The kernels on one device; they compute every AdaLN call of the test."""
+    if request.param == "emulated":
+        kernels = Kernels(request.getfixturevalue("emulated"), "cpu")
+    else:
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
+        kernels = Kernels(Extension(LIBRARY), "cuda")  # python -m adaptiveload.kernels.build
+        kernels.extension.check(0)
+    with backends.use(kernels.extension):
+        yield kernels
