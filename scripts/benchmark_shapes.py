@@ -270,10 +270,10 @@ def measure(scan: Scan, point: Point, level: str, repeats: int, *parts: Any) -> 
     """Rows of one point: every repeat on every rank, the first included as repeat 0."""
     model, timer, optimizer = parts
     ranks, on_gpu = scan.ranks, scan.ranks.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()  # reserved memory is then this point's
-        torch.cuda.reset_peak_memory_stats(ranks.device)
     batch = synthetic_batch([point.shape] * point.batch_size, scan.geometry, scan.config.model, ranks.device)
+    if on_gpu:
+        torch.cuda.empty_cache()  # reserved memory is then this point's, and not what made its batch
+        torch.cuda.reset_peak_memory_stats(ranks.device)
     measured = []
     for repeat in range(num_runs(point, scan.cost, repeats)):
         timer.start_step()
