@@ -186,6 +186,10 @@ def fit_power(points: Points) -> PowerFit:
         ValueError: As `check_points`.
     """
     check_points(points)
+    return _fit_power(points)
+
+
+def _fit_power(points: Points) -> PowerFit:
     batch, times = points.batch_size.astype(np.float64), points.seconds
     middle = float(np.exp(np.mean(np.log(points.seq_len))))
     ratio = points.seq_len / middle
@@ -240,8 +244,9 @@ def power_law_of(cost: CostModel, seq_lens: Sequence[int], memory_limit_tokens: 
     }
     batch, length = np.array(sorted(pairs), np.int64).T
     per_sample = cost.sample_us(length, np.zeros_like(length))
-    points = Points(batch, length, cost.micro_batch_us(batch * per_sample) / 1e6, np.zeros(len(batch)), 0, 0, 0)
-    return fit_power(points).cost
+    # Without the launch floor: under it all lengths cost the same, and batch sizes would follow from nothing.
+    seconds = (cost.a_us + batch * per_sample) / 1e6
+    return _fit_power(Points(batch, length, seconds, np.zeros(len(batch)), 0, 0, 0)).cost
 
 
 def fit_memory(batch_size: ArrayLike, seq_len: ArrayLike, reserved_bytes: ArrayLike) -> MemoryModel:

@@ -182,4 +182,8 @@ def test_one_batch_size_leaves_the_term_per_sample_out():
 def test_nearest_power_law_of_a_law():
     law = power_law_of(TwoTermCost(0, 60_000, 0, 23.07, 0.001659), LENGTHS.tolist(), 105_600)
     assert 1.2 < law.exponent < 1.6  # 1.45 by an unweighted fit of the same law
+    floored = power_law_of(TwoTermCost(10**9, 60_000, 0, 23.07, 0.001659), LENGTHS.tolist(), 105_600)
+    assert floored == law  # batch sizes follow from the work, not from a floor that hides it
+    flat = power_law_of(TwoTermCost(5000, 5000, 3, 0, 0), [16, 32, 64], 128)  # nothing grows: still no refusal
+    assert 0.8 <= flat.exponent <= 2.3
     assert power_law_of(TwoTermCost(0, 1000, 0, 10, 0), [16, 32], 100).exponent == pytest.approx(1, abs=0.05)
