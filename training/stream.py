@@ -36,6 +36,7 @@ from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import ScheduleConfig
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+from adaptiveload.scheduling.updates import CostHistory
 from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.feed import DataConfig, MicroBatch
 
@@ -288,7 +289,8 @@ class StreamFeed:
         keys, sources, frames, heights, widths, text_lens = zip(*rows, strict=True)
         self.table = SampleTable.from_columns(keys, sources, frames, heights, widths, text_lens, self.geometry)
         config = self.schedule
-        assembler = StepAssembler(self.table, self.cost_model, self.meet, config.recompute, config.loss_weight_exponent)
+        costs = CostHistory(self.cost_model)  # nothing is refitted in a stream
+        assembler = StepAssembler(self.table, costs, self.meet, config.recompute, config.loss_weight_exponent)
         ids = np.arange(len(rows))
         draws = Draws(ids, np.full(len(rows), self._progress.epoch), np.zeros(len(rows), np.int64))
         plan = assembler.assemble(self._step, self._position, draws, slots)
@@ -385,8 +387,11 @@ def check_stream_config(data: DataConfig, schedule: ScheduleConfig) -> None:
         raise ValueError(
             "data.mode=stream cannot hold samples out or mix sources: set data.held_out_share=0 and leave data.sources"
         )
-    if schedule.slots_per_step < 1 or (schedule.memory_limit_tokens or 0) < 1:
-        raise ValueError("schedule.slots_per_step and schedule.memory_limit_tokens must be at least 1")
+    if schedule.slots_per_step < 1 or schedule.memory_limit_tokens is None or schedule.memory_limit_tokens < 1:
+        raise ValueError(
+            f"data.mode=stream needs schedule.memory_limit_tokens={schedule.memory_limit_tokens} and "
+            f"schedule.slots_per_step={schedule.slots_per_step} of at least 1: no lengths are known to derive them"
+        )
 
 
 def _told(item: StreamItem) -> tuple[Any, ...]:

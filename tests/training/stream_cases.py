@@ -16,7 +16,7 @@ from adaptiveload.training.stream import StreamFeed
 
 def make_feed(path: str, policy: str, ranks: Ranks, saved: dict[str, Any] | None, num_workers: int) -> StreamFeed:
     data = DataConfig(mode="stream", path=path, held_out_share=0, num_workers=num_workers)
-    schedule = ScheduleConfig(policy, memory_limit_tokens=128, slots_per_step=2)
+    schedule = ScheduleConfig(policy, memory_limit_tokens=128, slots_per_step=2, cost_exponent=1.45)
     cost = TwoTermCost(0.0, 100.0, 1.0, 1.0, 0.01)
     return StreamFeed(data, schedule, ranks, saved, cost, "step", LatentGeometry(), FlowMatchingConfig(), 16, 8, seed=3)
 

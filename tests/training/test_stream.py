@@ -209,6 +209,7 @@ def test_pack_local_takes_the_head_then_what_fits() -> None:
     [
         ({}, {"policy": "balanced"}, "schedule.policy='balanced' needs an index"),
         ({"num_workers": 4}, {}, "data.num_workers=4"),
+        ({}, {"memory_limit_tokens": None}, "schedule.memory_limit_tokens"),
         ({"held_out_share": 0.1}, {}, "data.held_out_share=0"),
     ],
 )
@@ -216,5 +217,5 @@ def test_what_needs_an_index_is_refused(data: dict[str, Any], schedule: dict[str
     with pytest.raises(ValueError, match=message):
         check_stream_config(
             DataConfig(**{"mode": "stream", "held_out_share": 0, **data}),
-            ScheduleConfig(**{"policy": "local", **schedule}),
+            ScheduleConfig(**{"policy": "local", "memory_limit_tokens": 128, **schedule}),
         )
