@@ -105,7 +105,7 @@ class Report:
         figures = self.psnr.values()
         return {
             "num_inputs": self.num_used + self.num_skipped,
-            "num_used": self.num_used,
+            "used": self.num_used,
             "num_skipped": self.num_skipped,
             "num_samples": self.num_samples,
             "skipped": [asdict(problem) for problem in self.skipped],

@@ -55,7 +55,7 @@ def print_summary(summary: dict[str, Any], output: Path, seconds: float) -> None
     print("\n".join(f"{shape:>12}  {count:5d} samples" for shape, count in summary["buckets"].items()))
     psnr, stats = summary["psnr_db"], summary["latent_stats"]["all"]
     print(
-        f"{summary['num_samples']} samples of {len(summary['buckets'])} shapes from {summary['num_used']} of "
+        f"{summary['num_samples']} samples of {len(summary['buckets'])} shapes from {summary['used']} of "
         f"{summary['num_inputs']} inputs in {output}, {seconds:.1f} s\n"
         f"PSNR {psnr['mean']:.1f} dB ({psnr['min']:.1f} to {psnr['max']:.1f}); latents per channel: "
         f"mean {min(stats['mean']):.2f} to {max(stats['mean']):.2f}, "

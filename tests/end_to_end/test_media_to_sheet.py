@@ -24,7 +24,7 @@ def test_media_become_a_dataset_a_run_and_a_sheet(run_config: Path, tmp_path: Pa
     latents = tmp_path / "latents"
     run_script("prepare", "--input", media, "--output", latents, "--codec", "dct", "--shapes", "1,32,32;9,32,48")
     report = json.loads((latents / "report.json").read_text())
-    assert report["num_used"] == 6
+    assert report["used"] == 6
     assert report["skipped"] == []
     assert sorted(report["buckets"]) == ["1x32x32", "9x32x48"]
     keys = (
