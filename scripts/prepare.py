@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "data" / "quickstart.yaml"
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line of the preparation."""
@@ -31,7 +33,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text-encoder-dir", type=Path, help="local Wan 2.1 folder with tokenizer/ and text_encoder/")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of wan_vae (default: fp32)")
     parser.add_argument("--device", help="where wan_vae and the text encoder run (default: this process's GPU, or cpu)")
-    parser.add_argument("--config", type=Path, help="YAML with shapes and rules for cutting, see configs/data/")
+    parser.add_argument(
+        "--config", type=Path, help="YAML with shapes and rules for cutting (default: the quickstart's small shapes)"
+    )
     parser.add_argument("--shapes", help='target shapes "F,H,W;F,H,W;..." in place of those in --config')
     parser.add_argument("--samples-per-shard", type=int, default=1000, help="default: 1000")
     parser.add_argument("--items-per-unit", type=int, default=256, help="files or rows done as a whole (default: 256)")
@@ -115,6 +119,10 @@ def main(argv: list[str] | None = None) -> None:
             media_root=args.media_root,
             overwrite=args.overwrite,
         )
+        if args.config is None and args.shapes is None:
+            args.config = DEFAULT_CONFIG
+            if rank == 0:
+                print(f"neither --config nor --shapes: cutting to the small shapes of {DEFAULT_CONFIG}")
         cuts = CutConfig.load(args.config, args.shapes)
         begun = join_launch() if world_size > 1 else lambda: None
         ranks = {"rank": rank, "world_size": max(world_size, 1), "all_have_begun": begun}
