@@ -26,6 +26,8 @@ ROBUST = (
 OUTLIER_MADS, OUTLIER_SHARE = 5.0, 0.10  # a repeat is thrown out if it is off its median by more than both
 EXPONENT_RANGE = (0.8, 2.3)  # cost grows at least nearly like a matrix product, at most a little over attention
 MIN_POINTS, MIN_LENGTHS = 5, 3
+# A floor holds up to a little above it; the law alone from twice the floor on.
+ABOVE, LAUNCH_FREE = 1.02, 2.0
 GROWTH = 1.05  # the dearest third must take this many times the cheapest third, or there is nothing to fit
 
 
@@ -122,9 +124,10 @@ def check_points(points: Points) -> None:
             "cannot tell the fixed time from the time per token: tokens and batch size are tied in these points; "
             "measure some lengths at several batch sizes"
         )
-    work = np.argsort(columns[:, 3], kind="stable")
     third = max(len(points) // 3, 1)
-    growth = float(np.median(points.seconds[work[-third:]]) / np.median(points.seconds[work[:third]]))
+    # By tokens squared or by tokens: many short samples are much work that has few tokens squared.
+    orders = [points.seconds[np.argsort(columns[:, i], kind="stable")] for i in (2, 3)]
+    growth = max(float(np.median(seconds[-third:]) / np.median(seconds[:third])) for seconds in orders)
     if growth < 1 / GROWTH:
         raise ValueError(f"time falls as the work grows ({growth:.2f} times from the least to the most): no cost law")
     if growth < GROWTH:
@@ -146,7 +149,9 @@ class TwoTermFit:
 def fit_two_term(points: Points) -> TwoTermFit:
     """max(launch_floor, a + c0*B + b1*sum(S) + b2*sum(S^2)) with no negative term.
 
-    The floor is looked for among the measured times: each is tried, and the law is fitted to the points above it.
+    The floor is looked for among the measured times: each is tried, and the law is fitted to the points above twice
+    the floor, or where these are too few, to all above it. Between the floor and twice the floor a micro-batch is
+    launch-bound in part, so it takes longer than either the floor or the law, and its repeats scatter.
 
     Raises:
         ValueError: As `check_points`.
@@ -157,7 +162,7 @@ def fit_two_term(points: Points) -> TwoTermFit:
     if _rank(columns / points.seconds[:, None]) < 4:
         use[1] = False
         notes.append("c0 cannot be told from the other terms here and is 0: measure lengths at several batch sizes")
-    floor, coefficients, active = _floored_fit(columns[:, use], points.seconds, points.seq_len)
+    floor, coefficients, active = _floored_fit(columns[:, use], points.seconds, points.seq_len, (LAUNCH_FREE, ABOVE))
     full = np.zeros(4)
     full[use] = coefficients
     errors = np.zeros(4)
@@ -268,7 +273,7 @@ def fit_memory(batch_size: ArrayLike, seq_len: ArrayLike, reserved_bytes: ArrayL
     columns = np.stack([np.ones_like(samples), tokens, samples], 1)
     if _rank(columns) < 3:
         columns = columns[:, :2]
-    _, coefficients, _ = _floored_fit(columns, most, pairs[:, 1])
+    _, coefficients, _ = _floored_fit(columns, most, pairs[:, 1], (ABOVE,))
     static, token_bytes, sample_bytes = [*coefficients.tolist(), 0.0][:3]
     if not token_bytes:
         raise ValueError("memory does not grow with tokens in these measurements: no memory model")
@@ -304,23 +309,30 @@ def held_out_errors(
 
 
 def _floored_fit(
-    columns: FloatArray, values: FloatArray, lengths: NDArray[np.generic]
+    columns: FloatArray, values: FloatArray, lengths: NDArray[np.generic], margins: Sequence[float]
 ) -> tuple[float, FloatArray, NDArray[np.bool_]]:
-    """Floor, coefficients, and which points lie above the floor."""
-    best: tuple[float, float, FloatArray, NDArray[np.bool_]] | None = None
-    for floor in [0.0, *np.unique(values).tolist()]:
-        active = values > floor * 1.02
+    """Floor, coefficients, and which points they are fitted to: those above the first of `margins` times the floor
+    that leaves enough of them.
+    """
+
+    def tells(active: NDArray[np.bool_]) -> bool:
         enough = active.sum() > columns.shape[1] and len(np.unique(lengths[active])) >= MIN_LENGTHS
-        if not enough and best is not None:
-            break
-        if _rank(columns[active] / values[active, None]) < columns.shape[1] and best is not None:
-            break
+        return bool(enough) and _rank(columns[active] / values[active, None]) == columns.shape[1]
+
+    everything = np.ones(len(values), bool)
+    best = (np.inf, 0.0, np.zeros(columns.shape[1]), everything)
+    for floor in [0.0, *np.unique(values).tolist()]:
+        above = [values > floor * margin for margin in margins] if floor else [everything]
+        active = next((mask for mask in above if tells(mask)), None)
+        if active is None:
+            if floor:
+                break
+            active = everything
         coefficients = relative_nnls(columns[active], values[active])
         loss = robust_loss(np.maximum(floor, columns @ coefficients) / values - 1)
-        if best is None or loss < best[0] * 0.98:  # a floor must earn its place
+        if loss < best[0] * 0.98:  # a floor must earn its place
             best = (loss, floor, coefficients, active)
-    assert best is not None
-    return best[1], best[2], best[3]
+    return best[1:]
 
 
 def relative_nnls(columns: FloatArray, values: FloatArray, weights: FloatArray | None = None) -> FloatArray:

@@ -35,9 +35,12 @@ from adaptiveload.training.live_step import build_model, run_micro_batch
 from adaptiveload.training.run import model_geometry, resolve_meet
 from adaptiveload.training.synthetic import synthetic_batch
 
-# Lengths that spread tokens and tokens squared; the two longest are neighbours, so that each can be held out.
+# Lengths that spread tokens and tokens squared. The three shortest alone tell the term per sample and the three longest
+# the one per token squared, so each of them can be held out.
 SHAPES = (
     Shape(1, 256, 256),
+    Shape(1, 256, 384),
+    Shape(1, 256, 512),
     Shape(1, 512, 512),
     Shape(17, 240, 416),
     Shape(49, 240, 416),
@@ -48,9 +51,12 @@ SHAPES = (
     Shape(49, 720, 1280),
     Shape(53, 720, 1280),
 )
-TOKEN_SHARES = (0.25, 0.5)  # of the most tokens of a micro-batch: where each length is measured besides one sample
-FULL_EVERY = 3  # and every third length at all of them
-LONG_S = 3.0  # a micro-batch above it is repeated once less
+# Shares of the most tokens of a micro-batch at which each length is measured, besides one sample: two totals tell the
+# fixed time from the time per token without help of other lengths.
+TOKEN_SHARES = (0.25, 0.5)
+FULL_EVERY = 3  # every third length of those below the least share is measured at all of them, for the memory model
+# A micro-batch above LONG_S is repeated once less; one below SHORT_S twice as often, because launches scatter.
+SHORT_S, LONG_S = 0.5, 3.0
 UNKNOWN_GROWTH = 4  # until a memory model is there, a micro-batch has at most so many times the tokens of the last
 
 
@@ -176,8 +182,10 @@ def choose_points(options: argparse.Namespace, geometry: LatentGeometry, cost: T
         lengths = [s for s in options.shapes or SHAPES if geometry.num_tokens(s) <= options.max_seq_len]
         pairs = []
         for number, shape in enumerate(lengths):
-            shares = (*TOKEN_SHARES, 1.0) if number % FULL_EVERY == 1 else TOKEN_SHARES
-            sizes = {1} | {int(share * options.max_tokens) // geometry.num_tokens(shape) for share in shares}
+            tokens = geometry.num_tokens(shape)
+            is_full = number % FULL_EVERY == 0 and tokens < TOKEN_SHARES[0] * options.max_tokens
+            shares = (*TOKEN_SHARES, 1.0) if is_full else TOKEN_SHARES
+            sizes = {1} | {int(share * options.max_tokens) // tokens for share in shares}
             pairs += [(size, shape) for size in sizes if size]
     points = [Point(size, shape, geometry.num_tokens(shape)) for size, shape in pairs]
     if not points:
@@ -196,7 +204,7 @@ def measure_all(
 ) -> None:
     """Measure `points` until the time `end`; each is skipped that would not fit in memory or time."""
     ranks, capacity = scan.ranks, int(about["gpu_memory_bytes"])  # type: ignore[call-overload]
-    largest, extra_s = 0, []  # what a step takes beyond the prior's price: launches, optimizer, host
+    largest, extra_s = 0, []  # what a point takes beyond the prior's price: launches, plans of kernels, optimizer
     while points:
         # One clock decides for all ranks.
         left = float(ranks.gather(torch.tensor([end - time.monotonic()], dtype=torch.float64))[0])
@@ -213,7 +221,7 @@ def measure_all(
         scan.rows += rows
         largest = max(largest, point.num_tokens)
         busy, step = (float(np.median([row[name] for row in rows if row["repeat"]])) for name in ("busy_s", "step_s"))
-        extra_s.append(step - point.price_s(scan.cost))
+        extra_s.append(step - point.price_s(scan.cost) * num_runs(point, scan.cost, options.repeats))
         if ranks.is_main:
             write_rows(options.output, scan.rows, about)
         peak = max(row["reserved_bytes"] or 0 for row in rows) / 2**30
@@ -228,12 +236,12 @@ def measure_all(
 def thin(points: list[Point], left_s: float, extra_s: float, cost: TwoTermCost, repeats: int) -> list[Point]:
     """`points` without the dearest of those whose length has another point, until the rest fits in `left_s`.
 
-    A run takes its price by the prior and `extra_s` besides. Adding, not scaling: the first points are short and almost
-    all overhead, and would make the long ones look out of reach.
+    A point takes its runs' price by the prior and `extra_s` besides. Adding, not scaling: the first points are short
+    and almost all overhead, and would make the long ones look out of reach.
     """
 
     def price(point: Point) -> float:
-        return (extra_s + point.price_s(cost)) * num_runs(point, cost, repeats)
+        return extra_s + point.price_s(cost) * num_runs(point, cost, repeats)
 
     points = list(points)
     while points and sum(price(point) for point in points) > left_s:
@@ -245,7 +253,10 @@ def thin(points: list[Point], left_s: float, extra_s: float, cost: TwoTermCost, 
 
 def num_runs(point: Point, cost: TwoTermCost, repeats: int) -> int:
     """Runs of a point: the first, which does not count, and its repeats."""
-    return 1 + (repeats if point.price_s(cost) < LONG_S else max(repeats - 1, 1))
+    seconds = point.price_s(cost)
+    if seconds < SHORT_S:
+        return 1 + 2 * repeats
+    return 1 + (repeats if seconds < LONG_S else max(repeats - 1, 1))
 
 
 def too_large(point: Point, rows: list[dict[str, Any]], level: str, capacity: int, largest: int) -> str | None:
@@ -267,33 +278,33 @@ def too_large(point: Point, rows: list[dict[str, Any]], level: str, capacity: in
 
 
 def measure(scan: Scan, point: Point, level: str, repeats: int, *parts: Any) -> list[dict[str, Any]]:
-    """Rows of one point: every repeat on every rank, the first included as repeat 0."""
+    """Rows of one point: every run on every rank, the first included as repeat 0.
+
+    All runs are micro-batches of one optimizer step, as in training: the gradients of the first are there while the
+    later ones run, so the peak is that of a step, and what a step costs besides is paid once.
+    """
     model, timer, optimizer = parts
     ranks, on_gpu = scan.ranks, scan.ranks.device.type == "cuda"
     batch = synthetic_batch([point.shape] * point.batch_size, scan.geometry, scan.config.model, ranks.device)
     if on_gpu:
         torch.cuda.empty_cache()  # reserved memory is then this point's, and not what made its batch
         torch.cuda.reset_peak_memory_stats(ranks.device)
-    measured = []
-    for repeat in range(num_runs(point, scan.cost, repeats)):
-        timer.start_step()
-        began = time.perf_counter()
-        # Where ranks meet once a step, gradients of the whole model pile up before the last micro-batch: the first run,
-        # which only counts for memory, has one such micro-batch more.
-        lasts = (False, True) if scan.meet == "step" and repeat == 0 else (True,)
-        for is_last in lasts:
-            scale = 1 / point.batch_size
-            run_micro_batch(model, timer, batch, scale=scale, meet=scan.meet, is_last=is_last, recompute=level)
-        reshard(model)
-        clip_gradients(model, scan.config.optimizer.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        busy_s = timer.busy_s()[-1]
-        measured.append([busy_s, time.perf_counter() - began])
+    num = num_runs(point, scan.cost, repeats)
+    timer.start_step()
+    began = time.perf_counter()
+    for run_number in range(num):
+        scale, is_last = 1 / (num * point.batch_size), run_number == num - 1
+        run_micro_batch(model, timer, batch, scale=scale, meet=scan.meet, is_last=is_last, recompute=level)
+    reshard(model)
+    clip_gradients(model, scan.config.optimizer.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    busy_s = timer.busy_s()
+    step_s = time.perf_counter() - began
     peaks = [0.0, 0.0]
     if on_gpu:
         peaks = [torch.cuda.max_memory_allocated(ranks.device), torch.cuda.max_memory_reserved(ranks.device)]
-    table = torch.tensor([[*times, *peaks] for times in measured], dtype=torch.float64)
+    table = torch.tensor([[busy, step_s, *peaks] for busy in busy_s], dtype=torch.float64)
     return [
         {
             "frames": point.shape.frames,

@@ -102,6 +102,18 @@ def test_two_term_law_and_its_launch_floor_are_found():
     assert np.nanmax(np.abs(held_out)) < 0.08  # the longest length is extrapolated to, from noise of 1 %
 
 
+def test_launch_bound_points_do_not_lift_the_fixed_time():
+    """Between the floor and twice the floor a micro-batch takes longer than both the floor and the law."""
+    truth = TwoTermCost(0, 40_000, 1_200, 26, 0.0015)
+    pairs = np.array([(b, s) for s in LENGTHS for b in {1, max(1, 26_400 // s), max(1, 52_800 // s)}])
+    seconds = truth.micro_batch_us(pairs[:, 0] * truth.sample_us(pairs[:, 1], pairs[:, 1])) / 1e6
+    seconds = (0.29**4 + seconds**4) ** 0.25
+    fit = fit_two_term(points_of(pairs[:, 0], pairs[:, 1], np.ones(len(pairs)), seconds)).cost
+    assert fit.launch_floor_us == pytest.approx(290_000, rel=0.05)
+    assert fit.a_us == pytest.approx(40_000, rel=0.2)
+    assert fit.c0_us == pytest.approx(1_200, rel=0.05)
+
+
 def test_a_whole_point_measured_on_a_stalled_machine_does_not_bend_the_law():
     truth = TwoTermCost(0, 60_000, 0, 23, 0.0016)
     pairs = np.array([(b, s) for s in LENGTHS for b in {1, 2, max(1, 52_800 // s)}])
