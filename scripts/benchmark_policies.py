@@ -1,7 +1,8 @@
 """Train a few steps under each scheduling policy on synthetic latents: planned against measured imbalance.
 
 accelerate launch --config_file configs/accelerate/1node.yaml --num_processes 8 -m scripts.benchmark_policies \
-    configs/wan_1_3b.yaml --mix configs/mixes/mixed.yaml --cost costs.yaml --samples-per-rank 16 --steps 12 --output out
+    configs/wan_1_3b.yaml --mix configs/mixes/mixed.yaml --cost costs.yaml --samples-per-rank 16 --steps 12 \
+    --budget-minutes 8 --output out
 """
 
 import os
@@ -12,9 +13,10 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from adaptiveload.training.synthetic import synthetic_batch, warm_up_attention
 
 EPOCH_SAMPLES_PER_RANK = 30_000  # as the simulator: the paper's large buckets fill late
 TABLE = (
+    ("steps", "num_steps", "d"),
     ("planned load CV", "load_cv", ".4f"),
     ("measured CV where ranks meet", "measured_cv", ".4f"),
     ("measured step-time CV", "step_time_cv", ".4f"),
@@ -71,11 +74,12 @@ class SyntheticSchedule:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
+    started = time.monotonic()
     options = parse_arguments(arguments)
     try:
         config = load_config(options.config, options.overrides)
         ranks = start_ranks()
-        run(options, config, ranks)
+        run(options, config, ranks, started + 60 * options.budget_minutes)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"benchmark_policies: {error}")
     finish_ranks(ranks)
@@ -95,14 +99,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples-per-rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each policy (default 12)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them that do not count (default 2)")
+    parser.add_argument(
+        "--budget-minutes",
+        type=float,
+        default=math.inf,
+        help="start-up included; what is left goes evenly to the policies left, which take fewer steps (at least one)",
+    )
     parser.add_argument("--scale-b2", type=float, default=1.0, help="make the cost law wrong: b2 (or b) times this")
     parser.add_argument("--adaptive", action="store_true", help="refit while it runs, as training does")
     parser.add_argument("--output", type=Path, required=True, help="folder for policies.json and policies.md")
     return parser.parse_intermixed_args(arguments)
 
 
-def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> None:
-    """Measure each policy on one model and write the table."""
+def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, end: float) -> None:
+    """Measure each policy on one model, until the time `end`, and write the table after every step."""
     gpu = resolve_gpu(config.cost, ranks.device)
     meet = resolve_meet(config, gpu, ranks.device)
     law: TwoTermCost | PowerCost
@@ -119,16 +129,20 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> None:
     base = replace(config.schedule, samples_per_step=options.samples_per_rank * ranks.world_size)
     say(ranks, ranks.describe())
     parts = build_model(config, ranks)
-    results = []
-    for policy in options.policies:
+    results: list[dict[str, Any]] = []
+    for number, policy in enumerate(options.policies):
         schedule_config = simulation.resolved(replace(base, policy=policy))
         history = CostHistory(law)
         planner = build_policy(schedule_config, table, order, history, ranks.world_size, meet)
         schedule = SyntheticSchedule(table, order, planner, meet, schedule_config, history)
-        results.append(measure(schedule, law, options, config, ranks, *parts))
-        results[-1]["tokens_per_s_relative"] = results[-1]["tokens_per_s"] / results[0]["tokens_per_s"]
-        if ranks.is_main:  # after every policy: a command that is cut leaves what it has
-            write_results(results, options, config, ranks, law)
+        now = time.monotonic()
+        policy_end = now + (end - now) / (len(options.policies) - number)
+        results.append({})
+        for figures in measure(schedule, law, policy_end, options, config, ranks, *parts):
+            results[-1] = figures
+            figures["tokens_per_s_relative"] = figures["tokens_per_s"] / results[0]["tokens_per_s"]
+            if ranks.is_main:  # a command that is cut leaves what it has
+                write_results(results, options, config, ranks, law)
     if ranks.is_main:
         print((options.output / "policies.md").read_text())
 
@@ -136,12 +150,13 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks) -> None:
 def measure(
     schedule: SyntheticSchedule,
     law: TwoTermCost | PowerCost,
+    end: float,
     options: argparse.Namespace,
     config: RunConfig,
     ranks: Ranks,
     *parts: Any,
-) -> dict[str, Any]:
-    """Figures of one policy over the measured steps."""
+) -> Iterator[dict[str, Any]]:
+    """Figures of one policy after each measured step; no step begins that would not end by the time `end`."""
     adaptive = replace(config.cost, adaptive=options.adaptive)
     if not options.adaptive:
         schedule.settings = replace(schedule.settings, rank_speed="off")
@@ -150,8 +165,14 @@ def measure(
     first = int(MEASURED_PART[0] * schedule.policy.steps_in_first_epoch)
     steps = range(first, first + options.warmup + options.steps)
     warm_up(schedule, steps, config, ranks)
-    plans, measurements = [], []
+    plans: list[StepPlan] = []
+    measurements: list[StepMeasurement] = []
     for step in steps:
+        # The dearest step so far, the first of all apart: it allocates.
+        dearest_s = max((float(measured.step_s.max()) for measured in measurements[1:]), default=0.0)
+        if len(plans) > options.warmup and ranks.seconds_until(end) < dearest_s:
+            say(ranks, f"{schedule.settings.policy}: the budget ends its steps at {len(plans) - options.warmup}")
+            return
         plan = schedule.policy.plan(step)
         measured = run_step(plan, schedule, config, ranks, *parts)
         for line in adaptation.after_step(plan, measured.busy_s):
@@ -164,7 +185,8 @@ def measure(
         )
         plans.append(plan)
         measurements.append(measured)
-    return summarize(schedule, plans, measurements, options.warmup)
+        if len(plans) > options.warmup:
+            yield summarize(schedule, plans, measurements, options.warmup)
 
 
 def warm_up(schedule: SyntheticSchedule, steps: range, config: RunConfig, ranks: Ranks) -> None:
@@ -230,6 +252,7 @@ def summarize(
     step_s = np.array([measured.step_s.max() for measured in measurements])
     return {
         "policy": schedule.settings.policy,
+        "num_steps": len(plans),
         "meet": meet,
         "load_cv": load_cv(planned, "slot"),
         "measured_cv": load_cv(busy, "slot"),
@@ -273,7 +296,7 @@ def write_results(
     (options.output / "policies.json").write_text(json.dumps({**about, "policies": results}, indent=1))
     head = (
         f"{ranks.world_size} x {about['device']}, {Path(options.mix).stem}, {options.samples_per_rank} samples a rank, "
-        f"{about['memory_limit_tokens']} tokens, ranks meet every {results[0]['meet']}, {options.steps} steps"
+        f"{about['memory_limit_tokens']} tokens, ranks meet every {results[0]['meet']}"
     )
     lines = [
         head,

@@ -206,8 +206,7 @@ def measure_all(
     ranks, capacity = scan.ranks, int(about["gpu_memory_bytes"])  # type: ignore[call-overload]
     largest, extra_s = 0, []  # what a point takes beyond the prior's price: launches, plans of kernels, optimizer
     while points:
-        # One clock decides for all ranks.
-        left = float(ranks.gather(torch.tensor([end - time.monotonic()], dtype=torch.float64))[0])
+        left = ranks.seconds_until(end)
         affordable = thin(points, left, float(np.median(extra_s)) if extra_s else 0.0, scan.cost, options.repeats)
         if not affordable:
             say(ranks, f"the budget is used up; {len(points)} points were left out")

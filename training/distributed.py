@@ -5,6 +5,7 @@ One rank on a laptop runs the same code as 64 on a cluster: always a process gro
 
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,6 +58,10 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.host_group)
         return values
+
+    def seconds_until(self, end: float) -> float:
+        """Seconds until `end` of `time.monotonic()`, by rank 0's clock, so that all ranks decide alike."""
+        return float(self.gather(torch.tensor([end - time.monotonic()], dtype=torch.float64))[0])
 
     def barrier(self) -> None:
         """Wait for all ranks, on the host group."""

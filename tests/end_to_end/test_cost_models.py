@@ -131,6 +131,11 @@ def test_policies_are_measured_side_by_side(cost_file: Path, run_config: Path, t
     mix = {"shapes": [dict(zip(("frames", "height", "width", "share"), shape, strict=True)) for shape in shapes]}
     (tmp_path / "mix.yaml").write_text(yaml.safe_dump(mix))
     options = ("schedule.memory_limit_tokens=1024", "--mix", tmp_path / "mix.yaml", "--cost", cost_file)
+    # A budget that is used up at once still gives each policy its row, of a single step.
+    short = (*options, "--steps", 3, "--warmup", 1, "--budget-minutes", 0.01, "--output", tmp_path)
+    assert "balanced: the budget ends its steps at 1" in launch_module("benchmark_policies", run_config, *short).stdout
+    rows = json.loads((tmp_path / "policies.json").read_text())["policies"]
+    assert [row["num_steps"] for row in rows] == [1, 1, 1]
     launch_module("benchmark_policies", run_config, *options, "--steps", 3, "--warmup", 1, "--output", tmp_path)
     document = json.loads((tmp_path / "policies.json").read_text())
     assert [row["policy"] for row in document["policies"]] == ["equal_token", "dual_constraint", "balanced"]
