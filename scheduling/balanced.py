@@ -1,14 +1,13 @@
 """The default policy: windows of N samples of the order, each planned as a whole over all ranks."""
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from adaptiveload.scheduling.assemble import StepAssembler
 from adaptiveload.scheduling.cost import IntArray
-from adaptiveload.scheduling.order import Draws, EndlessOrder
+from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.planner import plan_step
 
@@ -26,7 +25,6 @@ class BalancedPolicy:
         max_samples_per_micro_batch: Most samples of a micro-batch.
         slot_overhead_us: Microseconds that one more micro-batch costs; None takes the cost model's fixed part.
         text_memory_tokens: Tokens that take the memory of one sample's text.
-        lookahead: Windows K that are regrouped by length, see `regroup`.
     """
 
     assembler: StepAssembler
@@ -37,8 +35,6 @@ class BalancedPolicy:
     max_samples_per_micro_batch: int
     slot_overhead_us: int | None
     text_memory_tokens: int = 0
-    lookahead: int = 1
-    _groups: dict[int, list[Draws]] = field(default_factory=dict, compare=False)  # the latest group of windows alone
 
     @property
     def steps_in_first_epoch(self) -> int:
@@ -47,7 +43,7 @@ class BalancedPolicy:
 
     def plan(self, step: int) -> StepPlan:
         """Plan of optimizer step `step`, from 0."""
-        draws = self.window(step)
+        draws = self.order.window(step * self.samples_per_step, self.samples_per_step)
         # A floor under a sample's memory is a ceiling on the samples of a micro-batch; an oversize sample runs alone.
         floor = -(-self.memory_limit_tokens // self.max_samples_per_micro_batch)
         tokens = self.assembler.table.num_tokens[draws.ids] + self.text_memory_tokens
@@ -64,38 +60,6 @@ class BalancedPolicy:
             speed_permille=self.assembler.costs.speed_at(step, self.ranks),
         )
         return self.assembler.assemble(step, step * self.samples_per_step, draws, plan.slots)
-
-    def window(self, step: int) -> Draws:
-        """Draws of `step`; the same on any number of ranks."""
-        size, group = self.samples_per_step, self.lookahead
-        if group == 1:
-            return self.order.window(step * size, size)
-        first = step // group * group
-        if first not in self._groups:
-            draws = self.order.window(first * size, group * size)
-            windows = regroup(self.assembler.table.num_tokens[draws.ids], group, f"{self.order.seed}\0{first}")
-            self._groups.clear()
-            self._groups[first] = [draws.take(window) for window in windows]
-        return self._groups[first][step - first]
-
-
-def regroup(num_tokens: IntArray, group: int, seed: str) -> list[IntArray]:
-    """Indices of `group` windows of equal size such that each holds samples of like length, in seeded order.
-
-    Dear samples then meet enough work of their own kind, which a window with a few of them lacks. Cost rises with
-    length under any cost model, so lengths stand for costs: a refitted cost model or another number of ranks changes
-    nothing. Within the group the length of steps varies widely, across groups it does not.
-
-    Args:
-        num_tokens: int64 [group * N], of the samples of `group` successive windows.
-        group: Windows K.
-        seed: Seed of the order of the new windows.
-    """
-    longest_first = np.argsort(-num_tokens, kind="stable")
-    windows = [np.sort(part) for part in np.split(longest_first, group)]
-    key = hashlib.blake2b(f"lookahead\0{seed}".encode(), digest_size=16).digest()
-    shuffled = np.argsort(np.random.Philox(key=int.from_bytes(key, "little")).random_raw(group), kind="stable")
-    return [windows[index] for index in shuffled.tolist()]
 
 
 DEAREST_SAMPLES = 2  # work that a rank wants per step, in dearest samples: with less, ranks cannot be level

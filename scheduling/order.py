@@ -107,6 +107,11 @@ class EndlessOrder:
         """int64 [epoch_size], sample ids of one epoch in index order, repeats included."""
         return self._ids
 
+    @property
+    def repeats(self) -> NDArray[np.int64]:
+        """int64 [epoch_size], which of its sample's repeats each of `ids` is."""
+        return self._repeats
+
     def window(self, start: int, count: int) -> Draws:
         """Draws at positions `start` to `start + count - 1`; they may span several epochs."""
         assert min(start, count) >= 0
@@ -129,12 +134,72 @@ class EndlessOrder:
             self._permutations[epoch] = self._shuffle(epoch)
         return self._permutations[epoch]
 
+    def _random(self, name: str, epoch: int) -> np.random.Philox:
+        key = hashlib.blake2b(f"{name}\0{self.seed}\0{epoch}".encode(), digest_size=16).digest()
+        return np.random.Philox(key=int.from_bytes(key, "little"))
+
     def _shuffle(self, epoch: int) -> NDArray[np.int64]:
-        key = hashlib.blake2b(f"order\0{self.seed}\0{epoch}".encode(), digest_size=16).digest()
-        random = np.random.Philox(key=int.from_bytes(key, "little"))
+        random = self._random("order", epoch)
         num_blocks = -(-self.epoch_size // self.block_size)
         block_rank = np.empty(num_blocks, np.int64)
         block_rank[np.argsort(random.random_raw(num_blocks), kind="stable")] = np.arange(num_blocks)
         rows = np.arange(self.epoch_size)
         buffers = block_rank[rows // self.block_size] // BUFFER_BLOCKS
         return np.lexsort((random.random_raw(self.epoch_size), buffers)).astype(np.int64)
+
+
+class CohortOrder(EndlessOrder):
+    """An order of windows that are made of cohorts: samples of one length that come in one window together.
+
+    Where a window's samples of one length are a multiple of the ranks, every rank has equal work; a few more and all
+    ranks wait for some. So all samples of an epoch are sorted by length and cut into cohorts; of every stratum, which
+    is as many cohorts of neighbouring lengths as there are windows, each window gets one by chance. Windows then differ
+    in length as little as cohorts allow, however the index is laid out. What is short of a cohort is dealt one by one:
+    the shortest samples, which fill gaps best. The end of an epoch and the start of the next make one window of what is
+    left, cohorts of unlike lengths before others.
+
+    It depends on lengths, window and cohort alone: not on ranks, costs or memory.
+    """
+
+    def __init__(self, order: EndlessOrder, num_tokens: NDArray[np.int64], window: int, cohort: int) -> None:
+        """`order` in windows of `window` samples, in cohorts of `cohort`; `num_tokens` is int64 [samples], by id.
+
+        Raises:
+            ValueError: If `cohort` is not from 1 to `window`.
+        """
+        if not 1 <= cohort <= window:
+            raise ValueError(f"schedule.lookahead={cohort} must be from 1 to schedule.samples_per_step={window}")
+        super().__init__(order.ids, order.seed, order.block_size)
+        self._repeats = order.repeats
+        self._num_tokens, self._window, self._cohort = num_tokens[order.ids], window, cohort
+
+    def _shuffle(self, epoch: int) -> NDArray[np.int64]:
+        rows = super()._shuffle(epoch)
+        size, window, cohort = self.epoch_size, self._window, self._cohort
+        head = -epoch * size % window  # what the last window of the epoch before lacks
+        num_windows = (size - head) // window
+        if num_windows < 1:
+            return rows
+        random = self._random("cohorts", epoch)
+        tokens = self._num_tokens[rows]
+        longest_first = np.argsort(-tokens, kind="stable")
+        num_strata, num_singles = divmod(window, cohort)
+        num_spare, num_loose = divmod(size - num_windows * window, cohort)
+        cohorts, shortest = np.split(longest_first, [(num_windows * num_strata + num_spare) * cohort])
+        cohorts = cohorts.reshape(-1, cohort)
+        spread = tokens[cohorts[:, 0]] - tokens[cohorts[:, -1]]
+        unlike_first = np.lexsort((random.random_raw(len(cohorts)), -spread))
+        kept = cohorts[np.sort(unlike_first[num_spare:])].reshape(num_strata, num_windows, cohort)
+        singles = shortest[: len(shortest) - num_loose].reshape(num_singles, num_windows, 1)
+        parts = []
+        for strata in (kept, singles):
+            drawn = random.random_raw(strata.shape[0] * num_windows).reshape(-1, num_windows)
+            by_chance = np.argsort(drawn, axis=1, kind="stable")
+            dealt = np.take_along_axis(strata, by_chance[:, :, None], axis=1)
+            parts.append(dealt.transpose(1, 0, 2).reshape(num_windows, -1))
+        left = np.concatenate([cohorts[unlike_first[:num_spare]].reshape(-1), shortest[len(shortest) - num_loose :]])
+        left = np.sort(left)  # in the order of the shuffle
+        dealt_rows: NDArray[np.int64] = rows[
+            np.concatenate([left[:head], np.concatenate(parts, axis=1).reshape(-1), left[head:]])
+        ]
+        return dealt_rows

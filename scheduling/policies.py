@@ -13,7 +13,7 @@ from adaptiveload.scheduling.buckets import Buckets
 from adaptiveload.scheduling.cost import CostModel, IntArray, PowerCost
 from adaptiveload.scheduling.fit import power_law_of
 from adaptiveload.scheduling.metrics import idle_share, where_ranks_meet
-from adaptiveload.scheduling.order import EndlessOrder
+from adaptiveload.scheduling.order import CohortOrder, EndlessOrder
 from adaptiveload.scheduling.paper_policies import BucketPolicy
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.samples import SampleTable
@@ -41,7 +41,8 @@ class ScheduleConfig:
         slots_per_step: Micro-batches per rank and step of the paper's policies.
         cost_exponent: The paper's p, for `dual_constraint`; None takes that of the cost model.
         compute_limit_factor: f in compute_limit = f * S_max ** p; None takes the f of the highest simulated tokens/s.
-        lookahead: Windows that `balanced` regroups by cost, an integer as text, or "auto" (see `resolve_lookahead`).
+        lookahead: Samples of one length that `balanced` looks ahead for, to draw them together (see `CohortOrder`); 1
+            draws as shuffled, "auto" decides when a run starts (see `resolve_lookahead`).
         rank_speed: "auto" gives less work to a rank that is persistently slow, "off" the same to all.
         slot_overhead_us: Microseconds that one more slot costs; None takes the cost model's fixed part.
         order_block_size: Consecutive samples of the index that stay near each other in the shuffle.
@@ -110,6 +111,8 @@ def build_policy(
     history = costs if isinstance(costs, CostHistory) else CostHistory(costs)
     assembler = StepAssembler(table, history, meet, config.recompute, config.loss_weight_exponent)
     if config.policy == "balanced":
+        if int(config.lookahead) > 1:
+            order = CohortOrder(order, table.num_tokens, config.samples_per_step, int(config.lookahead))
         return BalancedPolicy(
             assembler,
             order,
@@ -119,38 +122,33 @@ def build_policy(
             config.max_samples_per_micro_batch,
             config.slot_overhead_us,
             config.text_memory_tokens,
-            int(config.lookahead),
         )
     batch_sizes = paper_batch_sizes(config, table, order, history.initial, ranks, meet)
     return BucketPolicy(assembler, order, ranks, batch_sizes, config.slots_per_step)
 
 
-LOOKAHEADS = (1, 2, 4, 8, 16, 32, 64)
 ENOUGH_IDLE = 0.015  # windows whose ranks wait less than this are large enough: jitter alone makes ranks wait longer
-LOOKAHEAD_GAIN = 1.005  # a larger group of windows must be this much faster: it makes the lengths of steps vary more
-COMPARED_WINDOWS = LOOKAHEADS[-1]  # the same for all, so that all are compared on the same samples
+LOOKAHEAD_GAIN = 0.005  # a lookahead must save so much more: it makes the lengths of steps vary more
+COMPARED_WINDOWS = 64
 
 
 def resolve_lookahead(
     config: ScheduleConfig, table: SampleTable, order: EndlessOrder, cost_model: CostModel, ranks: int, meet: str
 ) -> int:
-    """Windows that `lookahead: auto` regroups: 1 where single windows are large enough for the ranks to be level.
+    """Samples that `lookahead: auto` draws together: 1 where windows as they come are level, else one for each rank.
 
-    Else the planner tries more, and the smallest number that comes near the highest planned tokens/s is taken. To be
-    asked once when a run starts, and kept: another lookahead is another order of samples.
+    To be asked once when a run starts, and kept: another lookahead is another order of samples.
     """
-    best, best_rate = 1, 0.0
-    for lookahead in LOOKAHEADS:
+    idle = []
+    for lookahead in (1, min(ranks, config.samples_per_step)):
         trial = replace(config, policy="balanced", lookahead=str(lookahead), allow_oversize=True)
         policy = build_policy(trial, table, order, cost_model, ranks, meet)
-        plans = [policy.plan(step) for step in range(COMPARED_WINDOWS)]
-        work = np.concatenate([where_ranks_meet(plan.costs_us, meet) for plan in plans])
-        rate = sum(int(plan.num_tokens.sum()) for plan in plans) / float(work.max(axis=1).sum())
-        if rate > best_rate * LOOKAHEAD_GAIN:
-            best, best_rate = lookahead, rate
-        if idle_share(work, "slot") <= ENOUGH_IDLE or lookahead > 4 * best:
-            break
-    return best
+        num_windows = min(COMPARED_WINDOWS, policy.steps_in_first_epoch)
+        plans = [policy.plan(step) for step in range(num_windows)]
+        idle.append(idle_share(np.concatenate([where_ranks_meet(plan.costs_us, meet) for plan in plans]), "slot"))
+        if idle[0] <= ENOUGH_IDLE:
+            return 1
+    return ranks if idle[1] < idle[0] - LOOKAHEAD_GAIN else 1
 
 
 def paper_batch_sizes(

@@ -110,8 +110,8 @@ class Simulation:
         """`config` with the slots that bring a paper's policy nearest to `samples_per_step`, and a whole lookahead."""
         if config.policy == "balanced":
             if config.lookahead == "auto":
-                windows = resolve_lookahead(config, self.table, self.order, self.cost_model, self.ranks, self.meet)
-                config = replace(config, lookahead=str(windows))
+                cohort = resolve_lookahead(config, self.table, self.order, self.cost_model, self.ranks, self.meet)
+                config = replace(config, lookahead=str(cohort))
             return config
         mean = self.mean_samples_per_slot(config) / self.ranks
         slots = max(1, round(config.samples_per_step / self.ranks / mean))
@@ -150,7 +150,6 @@ class Simulation:
             done = [i for slot in plan.slots for bin_ in slot for i in bin_ or ()]
             in_epoch = [i for i in done if plan.epochs[i] == 0]
             runs.update((int(plan.sample_ids[i]), int(plan.repeats[i])) for i in in_epoch)
-            # With a lookahead the windows of a group hold its samples in another order; its last one ends the epoch.
-            if plan.next_position >= size and (step + 1) % int(config.lookahead) == 0:
+            if plan.next_position >= size:
                 return size - len(runs), sum(runs.values()) - len(runs)
         raise AssertionError("an endless order ended")

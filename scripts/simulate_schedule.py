@@ -62,7 +62,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(reversed(POLICIES)))
     parser.add_argument("--samples-per-rank", type=int, default=28, help="global batch over ranks (default 28)")
     parser.add_argument(
-        "--lookahead", default="auto", help="windows that `balanced` regroups (default auto; a run has 1)"
+        "--lookahead",
+        default="auto",
+        help="samples of a length that `balanced` draws together (default auto; of a run 1)",
     )
     parser.add_argument(
         "--pairs", action="store_true", help="simulate `balanced` beside each paper policy at its samples a step"

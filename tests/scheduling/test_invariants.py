@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptiveload.scheduling.balanced import regroup
-from adaptiveload.scheduling.order import EndlessOrder
+from adaptiveload.scheduling.order import CohortOrder, EndlessOrder
 from adaptiveload.scheduling.planner import plan_step
 from adaptiveload.scheduling.policies import POLICIES, ScheduleConfig, build_policy
 from adaptiveload.scheduling.samples import SampleTable
@@ -74,12 +73,18 @@ def test_order_of_the_input_does_not_change_loads(step, random):
 
 
 @FEW
-@given(st.integers(1, 9), st.integers(1, 40), st.lists(st.integers(1, 60_000), min_size=1, max_size=360))
-def test_regrouped_windows_hold_the_same_samples(group, size, lengths):
-    tokens = np.resize(np.array(lengths), group * size)
-    windows = regroup(tokens, group, "seed")
-    assert sorted(np.concatenate(windows).tolist()) == list(range(group * size))
-    assert {len(window) for window in windows} == {size}
+@given(st.lists(st.integers(1, 60_000), min_size=1, max_size=120), st.data())
+def test_cohorts_draw_every_sample_and_repeat_once_an_epoch(lengths, data):
+    window = data.draw(st.integers(1, 40))
+    cohort = data.draw(st.integers(1, window))
+    repeats = data.draw(st.lists(st.integers(1, 3), min_size=len(lengths), max_size=len(lengths)))
+    base = EndlessOrder(np.arange(len(lengths)), 0, block_size=4, repeats=np.array(repeats))
+    order = CohortOrder(base, np.array(lengths), window, cohort)
+    for epoch in range(3):
+        draws = order.window(epoch * order.epoch_size, order.epoch_size)
+        runs = sorted(zip(draws.ids.tolist(), draws.repeats.tolist(), strict=True))
+        assert runs == [(i, r) for i, count in enumerate(repeats) for r in range(count)]
+        assert set(draws.epochs.tolist()) == {epoch}
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -2,7 +2,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -184,17 +183,28 @@ def test_samples_of_a_step_do_not_depend_on_ranks_memory_or_costs(lookahead):
             assert plan.normalizer == reference.normalizer
 
 
-def test_lookahead_gathers_like_samples_and_loses_none():
-    table, order = mixed(3000)
-    config = ScheduleConfig(samples_per_step=100, memory_limit_tokens=52_800, lookahead="4")
+@pytest.mark.parametrize("order_of", ["random", "clustered"])
+def test_lookahead_deals_long_clips_evenly_and_in_whole_cohorts(order_of):
+    """100 clips among 3,000 pictures in windows of 144 samples: 4.8 a window, in cohorts of 4."""
+    table = small_table({(1, 16, 16): 2900, (5, 64, 64): 100})
+    shuffled = np.random.default_rng(0).permutation(3000)
+    order = EndlessOrder(np.arange(3000) if order_of == "clustered" else shuffled, seed=0, block_size=8)
+    config = ScheduleConfig(samples_per_step=144, memory_limit_tokens=1000, lookahead="4")
     policy = build_policy(config, table, order, COST, 4, "slot")
-    windows = [policy.plan(step) for step in range(4, 8)]
-    ids = np.concatenate([plan.sample_ids for plan in windows])
-    assert sorted(ids) == sorted(order.window(400, 400).ids)
-    ranges = sorted((table.num_tokens[p.sample_ids].min(), table.num_tokens[p.sample_ids].max()) for p in windows)
-    assert all(low[1] <= high[0] for low, high in pairwise(ranges))
-    dearest = [int(np.argmax([policy.plan(g * 4 + k).costs_us.sum() for k in range(4)])) for g in range(12)]
-    assert len(set(dearest)) > 1  # the order of the new windows is shuffled
+    clips = np.array([(table.num_tokens[policy.plan(step).sample_ids] > 1).sum() for step in range(60)])
+    # 3,000 samples are 20 windows and 120 samples more: an epoch ends in the middle of windows 20 and 41.
+    whole = np.delete(clips, [20, 41])
+    assert (whole % 4 == 0).all()
+    assert set(whole.tolist()) <= {4, 8}
+    busy = [policy.plan(step).costs_us for step in range(20)]
+    assert max(idle_share(costs, "slot") for costs in busy) < 0.01
+
+
+def test_lookahead_must_fit_a_window():
+    table, order = mixed(3000)
+    config = ScheduleConfig(samples_per_step=100, memory_limit_tokens=52_800, lookahead="101")
+    with pytest.raises(ValueError, match=r"schedule\.lookahead=101"):
+        build_policy(config, table, order, COST, 4, "slot")
 
 
 def test_enough_samples_are_work_for_two_dearest_on_every_rank():
@@ -203,13 +213,13 @@ def test_enough_samples_are_work_for_two_dearest_on_every_rank():
     assert enough_samples_per_step(costs, 1) == 11
 
 
-def test_lookahead_auto_regroups_only_where_windows_are_too_small():
+def test_lookahead_auto_looks_ahead_only_where_windows_are_too_small():
     table, order = mixed(3000)
     config = ScheduleConfig(samples_per_step=28 * RANKS, memory_limit_tokens=105_600, lookahead="auto")
     assert resolve_lookahead(config, table, order, COST, RANKS, "slot") == 1
     rare = SampleTable.from_mix("configs/mixes/worst_one_in_112.yaml", 40_000, seed=0)
     rare_order = EndlessOrder(np.arange(40_000), seed=0)
-    assert resolve_lookahead(config, rare, rare_order, COST, RANKS, "slot") >= 8
+    assert resolve_lookahead(config, rare, rare_order, COST, RANKS, "slot") == RANKS
 
 
 def test_short_samples_do_not_pile_up():

@@ -111,17 +111,15 @@ WORST = ["worst_one_in_448", "worst_one_in_112", "worst_one_in_28", "worst_all_l
 @pytest.mark.parametrize("limit", [52_800, 105_600])
 def test_balanced_is_not_below_the_paper_on_the_worst_mixes(mix, limit):
     """Each pair at the mean samples a step of the paper's policy, whose steps are whole slots of full buckets."""
-    simulation = simulation_of(mix, 16, samples_per_rank=10_000, num_steps=300)
+    simulation = simulation_of(mix, 16, samples_per_rank=10_000, num_steps=150)
     base = ScheduleConfig(samples_per_step=28 * 16, memory_limit_tokens=limit, lookahead="auto", cost_exponent=1.45)
     for policy in ("equal_token", "dual_constraint"):
         paper, _ = simulation.run(replace(base, policy=policy))
         same = replace(base, policy="balanced", samples_per_step=round(paper["samples_per_step"]))
         ours, _ = simulation.run(same)
-        assert ours["tokens_per_s"] >= paper["tokens_per_s"]
-        assert ours["tokens_per_s_step_mean"] >= paper["tokens_per_s_step_mean"]
-        if mix == "worst_all_long":
-            for column in ("tokens_per_s_step_p5", "tokens_per_s_step_min"):
-                assert ours[column] >= paper[column]
+        for column in ("tokens_per_s", "tokens_per_s_step_mean", "tokens_per_s_step_p5", "tokens_per_s_step_min"):
+            assert ours[column] >= paper[column]
+        assert ours["lost"] == ours["repeated"] == 0
 
 
 def test_slow_rank_costs_little_once_the_planner_knows():
