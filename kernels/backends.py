@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "ADAPTIVELOAD_KERNELS"
 CHOICES = ("cuda", "cuda_dtile", "reference")
-# What a GPU runs unless asked. "cuda" once the tests marked `gpu` have passed on one.
-AUTOMATIC = "reference"
 
 
 class Backend(Protocol):
@@ -64,7 +62,7 @@ def backend_for(device: torch.device) -> Backend:
 def _cuda_backend(request: str, device: int) -> Backend:
     if request and request not in CHOICES:
         raise ValueError(f"{VARIABLE} is {request!r}; it is one of {', '.join(CHOICES)}, or unset")
-    choice = request or AUTOMATIC
+    choice = request or "cuda"
     reason = f"{VARIABLE}={request}" if request else "the automatic choice"
     backend: Backend = reference
     if choice != "reference":

@@ -19,7 +19,6 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_INLINE_OFFSETS = 512
 VECTOR = 8  # elements that a thread reads together
 MAX_VECTOR_HIDDEN_SIZE = 8192
-SHARED_BYTES = 220 * 1024  # of 227 KB that a block may have on Hopper; the rest are the sums
 NO_INSTANCE = -1
 
 
@@ -48,6 +47,8 @@ class Params(Structure):
 class Launch:
     """How the work is laid out on the GPU; the same results up to the order of sums.
 
+    What is compiled stands in csrc/instances.cuh; another choice has no kernel.
+
     Attributes:
         vectors: Groups of eight elements that a thread owns in each row.
         rows: Rows that share a barrier.
@@ -58,14 +59,14 @@ class Launch:
 
     vectors: int
     rows: int = 1
-    stages: int = 4
+    stages: int = 2
     blocks_per_multiprocessor: int = 0
     min_rows: int = 8
 
 
 def default_launch(hidden_size: int, is_backward: bool) -> Launch:
     """The layout for rows of D = `hidden_size`."""
-    return Launch(vectors=1 if hidden_size <= 4096 else 2, min_rows=16 if is_backward else 4)
+    return Launch(vectors=1 if hidden_size <= 256 else 2, min_rows=16 if is_backward else 4)
 
 
 class Extension:
@@ -217,16 +218,10 @@ class Extension:
     def _lay_out(self, params: Params, is_backward: bool) -> bool:
         """Fill in the layout for the fast kernels; False if there is none for these dtypes and this D."""
         launch = self._launch or default_launch(params.hidden_size, is_backward)
-        num_threads = 32 * -(-params.hidden_size // (32 * VECTOR * launch.vectors))
-        streams = (params.x, params.y, params.h, params.x_out) if is_backward else (params.x, params.y)
-        row_bytes = sum(4 if stream.dtype == 0 else 2 for stream in streams if stream.data) * VECTOR * launch.vectors
-        stage_bytes = num_threads * row_bytes + (num_threads // 2 if is_backward else 0)
-        params.vectors, params.rows = launch.vectors, launch.rows
-        params.stages = min(launch.stages, SHARED_BYTES // stage_bytes)
-        if params.stages < launch.rows:
-            return False
+        params.vectors, params.rows, params.stages = launch.vectors, launch.rows, launch.stages
         key = (params.device, is_backward, params.hidden_size, params.vectors, params.rows, params.stages)
-        key += tuple((stream.dtype, bool(stream.data)) for stream in (*streams, params.h, params.dy, params.gate))
+        streams = (params.x, params.y, params.h, params.x_out, params.dy, params.gate)
+        key += tuple((stream.dtype, bool(stream.data)) for stream in streams)
         if key not in self._blocks_that_fit:
             count = c_int()
             code = self._library.adaln_blocks_per_multiprocessor(byref(params), int(is_backward), byref(count))

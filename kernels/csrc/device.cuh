@@ -56,8 +56,9 @@ __device__ __forceinline__ void store_any(void* data, int32_t dtype, int64_t ind
 
 constexpr int kVector = 8;
 
+// A bf16 is the upper half of a float: one instruction each.
 __device__ __forceinline__ float2 unpack(bf16, uint32_t bits) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits));
+  return float2{__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 __device__ __forceinline__ float2 unpack(fp16, uint32_t bits) {
   return __half22float2(*reinterpret_cast<const __half2*>(&bits));
@@ -116,7 +117,7 @@ __device__ __forceinline__ void store_vector<float>(float* target, const float (
 inline void copy_async_16(void* shared, const void* global) { emulate::copy(shared, global, 16); }
 inline void copy_async_4(void* shared, const void* global) { emulate::copy(shared, global, 4); }
 inline void commit_copies() {}
-inline void wait_copies(int) {}
+template <int pending> inline void wait_copies() {}
 #else
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -128,32 +129,22 @@ __device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `pending` of this thread's newest groups are still on their way.
-__device__ __forceinline__ void wait_copies(int pending) {
-  switch (pending) {
-    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-    case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
-    case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
-    case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 7;" ::: "memory"); break;
-  }
+template <int pending> __device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 #endif
 
 // ---- sums over a block ----------------------------------------------------------------------------------------------
 
-constexpr int kMaxThreads = 640;
+constexpr int kMaxThreads = 512;
 constexpr int kMaxWarps = kMaxThreads / 32;
 
-// Sums M values of every thread over the block, in a fixed order; every thread gets all M sums. One barrier.
+// Sums M values (1, 2 or 4) of every thread over the block, in a fixed order; every thread gets all M. One barrier.
 //
 // In each of the first log2(M) exchanges a lane gives away the half of the values that it stops summing, so M sums cost
-// M - 1 + log2(32 / M) shuffles instead of 5 * M. `buffer` must be zero beyond the last warp, and may be used
-// again only after another barrier.
-template <int M>
-__device__ __forceinline__ void block_sum(float (&values)[M], float (*buffer)[kMaxWarps], int num_warps) {
+// M - 1 + log2(32 / M) shuffles instead of 5 * M. `buffer` has M * kMaxWarps entries, must be zero beyond the last warp's,
+// and may be used again only after another barrier.
+template <int M> __device__ __forceinline__ void block_sum(float (&values)[M], float* buffer) {
   const int lane = threadIdx.x & 31;
   int which = 0;
 #pragma unroll
@@ -169,20 +160,15 @@ __device__ __forceinline__ void block_sum(float (&values)[M], float (*buffer)[kM
   }
 #pragma unroll
   for (int bit = M; bit < 32; bit *= 2) values[0] += __shfl_xor_sync(kAllLanes, values[0], bit);
-  if (lane < M) buffer[which][threadIdx.x >> 5] = values[0];
+  if (lane < M) buffer[(threadIdx.x >> 5) * M + which] = values[0];
   __syncthreads();
+  // Entry i is of value i % M, whatever the warp.
+  float total = buffer[lane % (M * kMaxWarps)];
+  if constexpr (M == 4) total += buffer[lane + 32];
 #pragma unroll
-  for (int m = 0; m < M; ++m) {
-    float total = 0.0f;
+  for (int bit = M; bit < 32 && bit < M * kMaxWarps; bit *= 2) total += __shfl_xor_sync(kAllLanes, total, bit);
 #pragma unroll
-    for (int quad = 0; quad < kMaxWarps / 4; ++quad) {
-      if (quad * 4 < num_warps) {
-        const float4 part = reinterpret_cast<const float4*>(buffer[m])[quad];
-        total += (part.x + part.y) + (part.z + part.w);
-      }
-    }
-    values[m] = total;
-  }
+  for (int m = 0; m < M; ++m) values[m] = M == 1 ? total : __shfl_sync(kAllLanes, total, m);
 }
 
 }  // namespace adaln

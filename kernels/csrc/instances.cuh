@@ -6,18 +6,26 @@
 
 namespace adaln {
 
+// Vectors a thread, rows between barriers, stages: those that default_launch() in kernels/extension.py chooses from.
+#define FOR_EACH_KEPT_LAYOUT(macro) macro(1, 1, 2) macro(2, 1, 2) macro(2, 1, 4)
+#ifdef ADALN_SWEEP  // and those that were measured and not kept
+#define FOR_EACH_LAYOUT(macro) \
+  FOR_EACH_KEPT_LAYOUT(macro) macro(1, 1, 4) macro(1, 2, 2) macro(1, 2, 4) macro(2, 2, 2) macro(2, 2, 4)
+#else
+#define FOR_EACH_LAYOUT(macro) FOR_EACH_KEPT_LAYOUT(macro)
+#endif
+
 constexpr int kNoInstance = -1;
+constexpr int kMaxRingBytes = 220 * 1024;  // of the 227 KB that a block may have on Hopper; the rest are the sums
 
 // Launches, or, where `blocks_per_sm` is given, only says how many blocks fit on a multiprocessor.
 template <class Kernel, int V> int launch_rows(const Params& p, cudaStream_t stream, int* blocks_per_sm) {
   const int num_warps = (p.hidden_size + 32 * kVector * V - 1) / (32 * kVector * V);
-  const int num_threads = 32 * num_warps, bytes = p.stages * Kernel::stage_bytes(p, num_threads);
-  if (num_threads > Kernel::kThreads) return kNoInstance;
-  if (bytes > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(row_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-  }
+  const int num_threads = 32 * num_warps, bytes = Kernel::kStages * Kernel::stage_bytes(p, num_threads);
+  if (num_threads > kMaxThreads || num_threads > Kernel::kThreads || bytes > kMaxRingBytes) return kNoInstance;
+  const cudaError_t error =
+      cudaFuncSetAttribute(row_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
   if (blocks_per_sm != nullptr) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks_per_sm, row_kernel<Kernel>, num_threads, bytes);
   }
@@ -25,27 +33,25 @@ template <class Kernel, int V> int launch_rows(const Params& p, cudaStream_t str
   return cudaGetLastError();
 }
 
-template <class X, class Y, class H, int V, int R>
+template <class X, class Y, class H, int V, int R, int S>
 int launch_rows(const Params& p, bool is_backward, cudaStream_t stream, int* blocks_per_sm) {
   if (!is_backward) {
-    return p.y.data != nullptr ? launch_rows<Forward<X, Y, H, true, V, R>, V>(p, stream, blocks_per_sm)
-                               : launch_rows<Forward<X, Y, H, false, V, R>, V>(p, stream, blocks_per_sm);
+    return p.y.data != nullptr ? launch_rows<Forward<X, Y, H, true, V, R, S>, V>(p, stream, blocks_per_sm)
+                               : launch_rows<Forward<X, Y, H, false, V, R, S>, V>(p, stream, blocks_per_sm);
   }
-  return p.gate.data != nullptr ? launch_rows<Backward<X, Y, H, true, V, R>, V>(p, stream, blocks_per_sm)
-                                : launch_rows<Backward<X, Y, H, false, V, R>, V>(p, stream, blocks_per_sm);
+  return p.gate.data != nullptr ? launch_rows<Backward<X, Y, H, true, V, R, S>, V>(p, stream, blocks_per_sm)
+                                : launch_rows<Backward<X, Y, H, false, V, R, S>, V>(p, stream, blocks_per_sm);
 }
 
 template <class X, class Y, class H>
 int launch_rows(const Params& p, bool is_backward, cudaStream_t stream, int* blocks_per_sm) {
-  switch (p.vectors * 10 + p.rows) {
-    case 11: return launch_rows<X, Y, H, 1, 1>(p, is_backward, stream, blocks_per_sm);
-    case 21: return launch_rows<X, Y, H, 2, 1>(p, is_backward, stream, blocks_per_sm);
-#ifdef ADALN_SWEEP  // choices that were measured and not kept
-    case 12: return launch_rows<X, Y, H, 1, 2>(p, is_backward, stream, blocks_per_sm);
-    case 22: return launch_rows<X, Y, H, 2, 2>(p, is_backward, stream, blocks_per_sm);
-#endif
-    default: return kNoInstance;
+#define TRY_LAYOUT(V, R, S) \
+  if (p.vectors == V && p.rows == R && p.stages == S) { \
+    return launch_rows<X, Y, H, V, R, S>(p, is_backward, stream, blocks_per_sm); \
   }
+  FOR_EACH_LAYOUT(TRY_LAYOUT)
+#undef TRY_LAYOUT
+  return kNoInstance;
 }
 
 template <class X, class Y, class H> int launch_columns(const Params& p, cudaStream_t stream) {

@@ -84,6 +84,43 @@ __device__ __forceinline__ float offset_of(const Params& p, int segment, int col
          at_or(p.shift, segment, column, 0.0f);
 }
 
+// Eight neighbouring columns at once, in 16-byte reads where the rows allow it.
+__device__ __forceinline__ void vector_at_or(const Matrix& matrix, int64_t row, int column, float absent,
+                                             float (&out)[kVector]) {
+  const int64_t index = row * matrix.row_stride + column;
+  const int bytes = matrix.dtype == kFloat32 ? 4 : 2;
+  if (matrix.data == nullptr) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) out[i] = absent;
+  } else if (matrix.column_stride != 1 || (reinterpret_cast<uintptr_t>(matrix.data) + index * bytes) % 16 != 0) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) out[i] = at(matrix, row, column + i);
+  } else if (matrix.dtype == kFloat32) {
+    load_vector(static_cast<const float*>(matrix.data) + index, out);
+  } else if (matrix.dtype == kBFloat16) {
+    load_vector(static_cast<const bf16*>(matrix.data) + index, out);
+  } else {
+    load_vector(static_cast<const fp16*>(matrix.data) + index, out);
+  }
+}
+
+__device__ __forceinline__ void gains_of(const Params& p, int segment, int column, float (&gain)[kVector]) {
+  float scale[kVector];
+  vector_at_or(p.weight, 0, column, 1.0f, gain);
+  vector_at_or(p.scale, segment, column, 0.0f, scale);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) gain[i] *= 1.0f + scale[i];
+}
+__device__ __forceinline__ void offsets_of_columns(const Params& p, int segment, int column, float (&offset)[kVector]) {
+  float scale[kVector], bias[kVector];
+  vector_at_or(p.shift, segment, column, 0.0f, offset);
+  if (p.bias.data == nullptr) return;
+  vector_at_or(p.bias, 0, column, 0.0f, bias);
+  vector_at_or(p.scale, segment, column, 0.0f, scale);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) offset[i] = bias[i] * (1.0f + scale[i]) + offset[i];
+}
+
 // ---- sums over the rows of a segment --------------------------------------------------------------------------------
 //
 // For every column: sums[0] of dh * normalised, sums[1] of dh, sums[2] of y * dx_out (with a gate only).

@@ -7,15 +7,15 @@ namespace adaln {
 
 constexpr int kScalarThreads = 256;
 
-template <int M> __device__ __forceinline__ void scalar_sum(float (&values)[M], float (*buffer)[kMaxWarps]) {
+template <int M> __device__ __forceinline__ void scalar_sum(float (&values)[M], float* buffer) {
   __syncthreads();  // the buffer's last sums have been read
-  for (int i = threadIdx.x; i < M * kMaxWarps; i += blockDim.x) buffer[i / kMaxWarps][i % kMaxWarps] = 0.0f;
+  for (int i = threadIdx.x; i < M * kMaxWarps; i += blockDim.x) buffer[i] = 0.0f;
   __syncthreads();
-  block_sum<M>(values, buffer, kScalarThreads / 32);
+  block_sum<M>(values, buffer);
 }
 
 __global__ void __launch_bounds__(kScalarThreads) scalar_forward_kernel(const __grid_constant__ Params p) {
-  alignas(16) __shared__ float buffer[1][kMaxWarps];
+  __shared__ float buffer[kMaxWarps];
   const Matrix& source = p.y.data != nullptr ? p.x_out : p.x;
   const int end_row = min((int(blockIdx.x) + 1) * p.rows_per_block, p.num_rows);
   for (int row = blockIdx.x * p.rows_per_block; row < end_row; ++row) {
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kScalarThreads) scalar_forward_kernel(const __
 
 // dx and dy; the sums over rows are the column kernel's.
 __global__ void __launch_bounds__(kScalarThreads) scalar_backward_kernel(const __grid_constant__ Params p) {
-  alignas(16) __shared__ float buffer[2][kMaxWarps];
+  __shared__ float buffer[2 * kMaxWarps];
   const int end_row = min((int(blockIdx.x) + 1) * p.rows_per_block, p.num_rows);
   for (int row = blockIdx.x * p.rows_per_block; row < end_row; ++row) {
     const int segment = segment_of(p, row);

@@ -53,7 +53,6 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
 }
 inline float __half2float(__half value) { return float(value.value); }
 inline __half __float2half_rn(float value) { return {_Float16(value)}; }
-inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {__bfloat162float(v.x), __bfloat162float(v.y)}; }
 inline float2 __half22float2(__half2 v) { return {__half2float(v.x), __half2float(v.y)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
   return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
@@ -62,6 +61,12 @@ inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x),
 
 using std::max;
 using std::min;
+inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
+inline float __uint_as_float(uint32_t bits) {
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
 
 // ---- fibers ---------------------------------------------------------------------------------------------------------
 
@@ -196,6 +201,15 @@ inline float __shfl_xor_sync(unsigned, float value, int bit) {
   block.exchange[block.current] = value;
   __syncwarp();
   const float result = block.exchange[block.current ^ bit];
+  __syncwarp();
+  return result;
+}
+
+inline float __shfl_sync(unsigned, float value, int lane) {
+  auto& block = emulate::block;
+  block.exchange[block.current] = value;
+  __syncwarp();
+  const float result = block.exchange[block.current / 32 * 32 + lane];
   __syncwarp();
   return result;
 }
