@@ -26,6 +26,7 @@ CHOICES = ("cuda", "cuda_dtile", "reference")
 class Backend(Protocol):
     """`reference` is one, as a module; arguments and results are described there."""
 
+    name: str
     forward: object
     backward: object
 

@@ -98,6 +98,7 @@ class Extension:
         if compiled != ctypes.sizeof(Params):
             sizes = f"{compiled} bytes of parameters, this version {ctypes.sizeof(Params)}"
             raise RuntimeError(f"{path} takes {sizes}: run python -m adaptiveload.kernels.build")
+        self.name = "cuda_dtile" if d_tile else "cuda"
         self._d_tile = d_tile
         self._launch = launch
         self._blocks_that_fit: dict[tuple[int, ...], int] = {}

@@ -12,6 +12,8 @@ import torch
 
 from adaptiveload.kernels.segments import equal_runs
 
+name = "reference"  # among the backends
+
 
 class Gradients(NamedTuple):
     """Of one AdaLN call; None where none was wanted, or there is no such input."""

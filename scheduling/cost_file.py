@@ -23,7 +23,7 @@ class CostFile:
         memory: Memory model, or None.
         gpu: Name of the GPU as torch gives it, or a part of it in lower case.
         model: Sizes of the model by name, see `ModelDims`.
-        layout: How it was run: `precision`, `meet`, `recompute`, and `ranks`.
+        layout: How it was run: `precision`, `meet`, `recompute`, `ranks`, and on a GPU `kernels`.
         versions: Of torch and what else was used.
         fit: Errors of the fit and counts of rows, for a reader.
     """

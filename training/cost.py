@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import psutil
 import torch
 
+from adaptiveload.kernels.backends import backend_for
 from adaptiveload.models.wan import WanConfig
 from adaptiveload.scheduling.cost import GPU_TFLOPS, PowerCost, TwoTermCost, analytic_prior
 from adaptiveload.scheduling.cost_file import LAWS, CostFile
@@ -114,10 +115,13 @@ def provenance(
     model: WanConfig, gpu: str, device: torch.device, precision: str, meet: str, ranks: int
 ) -> dict[str, object]:
     """What a cost file is fitted for, but for the recompute level, which its layout gets as well."""
+    layout: dict[str, object] = {"precision": precision, "meet": meet, "ranks": ranks}
+    if device.type == "cuda":  # without one a plan for a GPU may be made, but nothing is known of its kernels
+        layout["kernels"] = backend_for(device).name
     return {
         "gpu": device_name(device) if device.type == "cuda" else gpu,
         "model": asdict(model_dims(model)),
-        "layout": {"precision": precision, "meet": meet, "ranks": ranks},
+        "layout": layout,
         "versions": {"torch": torch.__version__},
     }
 
