@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from adaptiveload.scheduling.cost import IntArray, PowerCost, TwoTermCost
-from adaptiveload.scheduling.fit import EXPONENT_RANGE, FloatArray, relative_nnls, robust_loss
+from adaptiveload.scheduling.fit import EXPONENT_RANGE, LAUNCH_FREE, FloatArray, relative_nnls, robust_loss
 
 KEPT = 384  # latest micro-batches that a refit sees
 ENOUGH = 16  # and the fewest
@@ -16,6 +16,9 @@ ENOUGH = 16  # and the fewest
 # micro-batch, at its old price times the factor by which the old law is off on the whole.
 PRIOR_WEIGHT = 0.1
 EXPONENT_STEP, EXPONENT_REACH = 0.02, 0.3
+FLOOR_QUANTILES = (0.05, 0.1, 0.25, 0.5)  # of busy times: from where the launch floor is looked for, beside the old one
+FLOOR_GAIN = 0.9  # another floor must earn its place
+FEWEST_BOUND, FEWEST_ABOVE = 4, 6  # launch-bound micro-batches that tell a floor, others that tell the law
 SLOW, SURE = 0.95, 3.0  # a rank is slow below this part of the others' speed, by as many standard errors
 Law = TwoTermCost | PowerCost
 
@@ -61,17 +64,13 @@ class OnlineFit:
             return self._refit_power(law, values, weights)
         columns = self._columns([0, 1, 2])
         columns = np.concatenate([np.ones((len(columns), 1)), columns], 1)
-        best = None
-        for floor in (0.0, law.launch_floor_us * factor, float(np.quantile(busy_us, 0.05))):
-            above = values > floor * 1.02
-            if above.sum() < ENOUGH:
-                continue
-            coefficients = relative_nnls(columns[above], values[above], weights[above])
-            loss = robust_loss(np.maximum(floor, columns @ coefficients) / values - 1, weights)
-            if best is None or loss < best[0] * 0.98:
-                best = (loss, TwoTermCost(floor, *coefficients.tolist()))
-        assert best is not None
-        return best[1]
+        floors = [law.launch_floor_us, *np.quantile(busy_us, FLOOR_QUANTILES).tolist()]
+        fits = [_fit_above(floor, columns, values, weights, len(busy_us)) for floor in floors]
+        best = fits[0]
+        for fit in fits[1:]:
+            if fit[3] and fit[0] < best[0] * FLOOR_GAIN:
+                best = fit
+        return TwoTermCost(best[1], *best[2].tolist())
 
     def predict_us(self, law: Law) -> FloatArray:
         """Microseconds of each observed micro-batch under `law`, float64 [observations]."""
@@ -124,3 +123,27 @@ class OnlineFit:
             if loss < best[0]:
                 best = (loss, PowerCost(float(coefficients[0]), float(coefficients[1]), exponent))
         return best[1]
+
+
+def _fit_above(
+    floor: float, columns: FloatArray, values: FloatArray, weights: FloatArray, num_observed: int
+) -> tuple[float, float, FloatArray, bool]:
+    """Loss, launch floor and coefficients, found from `floor` on, and whether micro-batches below it told it.
+
+    What the law prices above twice the floor tells the law. What it prices below the floor tells the floor, by its
+    median: launch-bound times scatter by a third to both sides. The measured times themselves would sort the noise.
+    """
+    tells = values > LAUNCH_FREE * floor
+    coefficients = np.zeros(columns.shape[1])
+    for _ in range(4):
+        if tells[:num_observed].sum() < FEWEST_ABOVE:  # launch-bound nearly all: the law is what fits them
+            tells = np.ones(len(values), bool)
+        coefficients = relative_nnls(columns[tells], values[tells], weights[tells])
+        priced = columns @ coefficients
+        is_bound = priced[:num_observed] < floor
+        if is_told := is_bound.sum() >= FEWEST_BOUND:
+            floor = float(np.median(values[:num_observed][is_bound]))
+        tells = priced > LAUNCH_FREE * floor
+    # Of logarithms, or a time that is too short by chance would weigh more than one that is too long.
+    errors = np.log(np.maximum(np.maximum(floor, priced), 1) / values)
+    return robust_loss(errors[:num_observed]), floor, coefficients, bool(is_told)

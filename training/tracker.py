@@ -56,7 +56,10 @@ class Tracker:
         self._metrics = _open_from(run_dir / "metrics.jsonl", first_step)
         self._schedule = _open_from(run_dir / "schedule.jsonl", first_step)
         self._wandb = _start_wandb(run_dir, config, run_config)
-        self._bar = tqdm(total=max_steps, initial=first_step, desc=run_dir.name, unit="step", dynamic_ncols=True)
+        # With a delay its first line waits for the first step, and so comes after the start-up report.
+        self._bar = tqdm(
+            total=max_steps, initial=first_step, desc=run_dir.name, unit="step", dynamic_ncols=True, delay=1e-3
+        )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the figures of `step`, keys as in docs/metrics.md."""

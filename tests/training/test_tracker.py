@@ -1,6 +1,7 @@
 """Figures reach metrics.jsonl whatever wandb does, and a resumed run does not log a step twice."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,13 @@ def test_figures_that_are_not_finite_stay_valid_json(tmp_path: Path) -> None:
     log_steps(tmp_path, range(1), TrackingConfig(wandb="disabled"))
     row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert row == {"step": 0, "train/loss": 1.0, "imbalance/step_time_cv": None}
+
+
+def test_progress_bar_waits_for_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed between, the start-up report, comes first."""
+    tracker = Tracker(tmp_path / "run", TrackingConfig(wandb="disabled"), RunConfig(), 0, 2)
+    assert capsys.readouterr().err == ""
+    time.sleep(0.01)
+    tracker.log(0, {"train/loss": 1.0})
+    assert "1/2" in capsys.readouterr().err
+    tracker.close()
