@@ -1,23 +1,20 @@
-"""The CUDA kernels: loads the compiled library and lays out its launches.
-
-The library has a plain C interface, so nothing here depends on the version of Python or PyTorch.
+"""The CUDA kernels of AdaLN: lays out their launches.
 
 Legend: `N` tokens of all samples side by side, `D` hidden size, `G` segments (tokens that share a modulation row).
 """
 
-import ctypes
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
+from adaptiveload.kernels.library import DTYPES, VECTOR, Library, address, stream_of
+from adaptiveload.kernels.qk_extension import QkExtension
 from adaptiveload.kernels.reference import Gradients, Wanted
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_INLINE_OFFSETS = 512
-VECTOR = 8  # elements that a thread reads together
 MAX_VECTOR_HIDDEN_SIZE = 8192
 NO_INSTANCE = -1
 
@@ -83,25 +80,19 @@ class Extension:
     """
 
     def __init__(self, path: Path, d_tile: bool = False, launch: Launch | None = None):
-        self._library = ctypes.CDLL(str(path))
-        self._library.adaln_error.restype = c_char_p
-        for name, arguments in {
-            "adaln_rows": (POINTER(Params), c_int, c_void_p),
-            "adaln_scalar_rows": (POINTER(Params), c_int, c_void_p),
-            "adaln_columns": (POINTER(Params), c_void_p),
-            "adaln_finish": (POINTER(Params), c_void_p),
-            "adaln_blocks_per_multiprocessor": (POINTER(Params), c_int, POINTER(c_int)),
-            "adaln_num_multiprocessors": (c_int, POINTER(c_int)),
-        }.items():
-            getattr(self._library, name).argtypes = arguments
-        compiled = self._library.adaln_params_bytes()
-        if compiled != ctypes.sizeof(Params):
-            sizes = f"{compiled} bytes of parameters, this version {ctypes.sizeof(Params)}"
-            raise RuntimeError(f"{path} takes {sizes}: run python -m adaptiveload.kernels.build")
+        self._library = Library(path)
+        self._library.check_params("adaln_params_bytes", Params)
+        self._library.declare(
+            adaln_rows=(POINTER(Params), c_int, c_void_p),
+            adaln_scalar_rows=(POINTER(Params), c_int, c_void_p),
+            adaln_columns=(POINTER(Params), c_void_p),
+            adaln_finish=(POINTER(Params), c_void_p),
+            adaln_blocks_per_multiprocessor=(POINTER(Params), c_int, POINTER(c_int)),
+        )
+        self.qk = QkExtension(self._library)
         self._d_tile = d_tile
         self._launch = launch
         self._blocks_that_fit: dict[tuple[int, ...], int] = {}
-        self._multiprocessors: dict[int, int] = {}
 
     def variant(self, *, d_tile: bool | None = None, launch: Launch | None = None) -> "Extension":
         """The same library with another backward or layout."""
@@ -114,7 +105,7 @@ class Extension:
     def check(self, device: int) -> None:
         """Raise RuntimeError if the library has no code for this GPU."""
         params = Params(device=device, hidden_size=VECTOR, vectors=1, rows=1, stages=2)
-        self._call("adaln_blocks_per_multiprocessor", byref(params), 0, byref(c_int()))
+        self._library.call("adaln_blocks_per_multiprocessor", byref(params), 0, byref(c_int()))
 
     def forward(
         self,
@@ -142,7 +133,7 @@ class Extension:
             is_vector = can_vector and self._lay_out(params, is_backward=False)
             if not is_vector:
                 self._lay_out_scalar(params)
-            self._call("adaln_rows" if is_vector else "adaln_scalar_rows", byref(params), 0, _stream(x))
+            self._library.call("adaln_rows" if is_vector else "adaln_scalar_rows", byref(params), 0, stream_of(x))
         return h, x_out, mean, rstd
 
     def backward(
@@ -202,14 +193,14 @@ class Extension:
             if has_column_kernel:
                 row_sums = torch.empty(len(x), 2, dtype=torch.float32, device=x.device)
                 params.row_sums = row_sums.data_ptr()
-                self._call(rows_kernel, byref(params), 1, _stream(x))
-            params.partials, params.affine_partials = _address(partials), _address(affine_partials)
+                self._library.call(rows_kernel, byref(params), 1, stream_of(x))
+            params.partials, params.affine_partials = address(partials), address(affine_partials)
             if has_column_kernel:
-                self._call("adaln_columns", byref(params), _stream(x))
+                self._library.call("adaln_columns", byref(params), stream_of(x))
             else:
-                self._call(rows_kernel, byref(params), 1, _stream(x))
+                self._library.call(rows_kernel, byref(params), 1, stream_of(x))
             if is_modulation_wanted or is_affine_wanted:
-                self._call("adaln_finish", byref(params), _stream(x))
+                self._library.call("adaln_finish", byref(params), stream_of(x))
         for name in ("weight", "bias"):
             if name in gradients:
                 gradients[name] = gradients[name].squeeze(0)
@@ -224,9 +215,9 @@ class Extension:
         key += tuple((stream.dtype, bool(stream.data)) for stream in streams)
         if key not in self._blocks_that_fit:
             count = c_int()
-            code = self._library.adaln_blocks_per_multiprocessor(byref(params), int(is_backward), byref(count))
-            if code not in (0, NO_INSTANCE):
-                self._raise("adaln_blocks_per_multiprocessor", code)
+            self._library.call(
+                "adaln_blocks_per_multiprocessor", byref(params), int(is_backward), byref(count), accept=(NO_INSTANCE,)
+            )
             self._blocks_that_fit[key] = count.value
         blocks = self._blocks_that_fit[key]
         if blocks == 0:
@@ -240,22 +231,10 @@ class Extension:
         self._deal_out(params, blocks_per_multiprocessor=8, min_rows=1)
 
     def _deal_out(self, params: Params, blocks_per_multiprocessor: int, min_rows: int) -> None:
-        if params.device not in self._multiprocessors:
-            count = c_int()
-            self._call("adaln_num_multiprocessors", params.device, byref(count))
-            self._multiprocessors[params.device] = count.value
-        num_blocks = self._multiprocessors[params.device] * blocks_per_multiprocessor
+        num_blocks = self._library.num_multiprocessors(params.device) * blocks_per_multiprocessor
         num_blocks = max(1, min(num_blocks, params.num_rows // min_rows))
         params.rows_per_block = -(-params.num_rows // num_blocks)
         params.num_blocks = -(-params.num_rows // params.rows_per_block)
-
-    def _call(self, name: str, *arguments) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code != 0:
-            self._raise(name, code)
-
-    def _raise(self, name: str, code: int) -> None:
-        raise RuntimeError(f"{name}: {self._library.adaln_error(code).decode()}")
 
 
 def _params(
@@ -306,11 +285,3 @@ def _rows(tensor: torch.Tensor | None, can_vector: bool) -> torch.Tensor | None:
     if tensor.stride(1) == 1 and (is_aligned or not can_vector):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _stream(x: torch.Tensor) -> int:
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from adaptiveload.kernels import qk_reference as qk  # noqa: F401 (the other operation of this backend)
 from adaptiveload.kernels.segments import equal_runs
 
 

@@ -18,7 +18,7 @@ EMULATION = Path(__file__).parent / "emulation"
 
 def build_emulated(folder: Path, *flags: str) -> Path:
     """The kernels' own sources, compiled by g++ for the CPU: a library with the interface of the CUDA one."""
-    command = ["g++", "-std=c++17", "-O1", "-g", "-fPIC", "-w", "-DADALN_EMULATE", *flags]
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-w", "-DADALN_EMULATE", *flags]
     command += [f"-I{EMULATION}", f"-I{SOURCES}"]
     sources = sorted(SOURCES.glob("*.cu"))
     assert len(sources) > 5
