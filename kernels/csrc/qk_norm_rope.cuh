@@ -52,6 +52,14 @@ __device__ __forceinline__ const QkSide& side_of(const QkParams& p, int& block) 
   return p.sides[is_key ? 1 : 0];
 }
 
+constexpr int kQkMaxThreads = 640;
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2) value += __shfl_xor_sync(kAllLanes, value, bit);
+  return value;
+}
+
 // ---- fast kernels: head_dim a multiple of 8, rows and heads aligned to 16 bytes --------------------------------------
 
 // Eight elements as they were loaded.
@@ -139,19 +147,19 @@ template <class T, bool kPerHead, bool kBackward> struct QkWalk {
   // The sum over what is normalised together, in a fixed order. At most one barrier; `parity` alternates.
   __device__ __forceinline__ float sum(float value, int parity) const {
     if constexpr (!kPerHead) {
-      alignas(16) __shared__ float buffer[2][1][kMaxWarps];
-      const int num_warps = blockDim.x >> 5;
-      if (threadIdx.x < kMaxWarps && int(threadIdx.x) >= num_warps) buffer[parity][0][threadIdx.x] = 0.0f;
-      float values[1] = {value};
-      block_sum<1>(values, buffer[parity], num_warps);
-      return values[0];
+      __shared__ float of_warps[2][kQkMaxThreads / 32];
+      const int lane = threadIdx.x & 31;
+      value = warp_sum(value);
+      if (lane == 0) of_warps[parity][threadIdx.x >> 5] = value;
+      __syncthreads();
+      return warp_sum(lane < int(blockDim.x >> 5) ? of_warps[parity][lane] : 0.0f);
     } else {
       const int lanes = p.head_dim / kVector;
       if (lanes <= 32 && (lanes & (lanes - 1)) == 0) {  // a head lies within a warp
         for (int bit = 1; bit < lanes; bit *= 2) value += __shfl_xor_sync(kAllLanes, value, bit);
         return value;
       }
-      __shared__ float parts[2][kMaxThreads];
+      __shared__ float parts[2][kQkMaxThreads];
       parts[parity][threadIdx.x] = value;
       __syncthreads();
       float total = 0.0f;
@@ -165,7 +173,7 @@ template <class T, bool kPerHead, bool kBackward> struct QkWalk {
 };
 
 template <class T, bool kPerHead>
-__global__ void __launch_bounds__(kMaxThreads) qk_forward_kernel(const __grid_constant__ QkParams p) {
+__global__ void __launch_bounds__(kQkMaxThreads) qk_forward_kernel(const __grid_constant__ QkParams p) {
   const QkWalk<T, kPerHead, false> walk(p, blockIdx.x);
   const QkSide& side = walk.side;
   float weight[kVector];
@@ -196,7 +204,7 @@ __global__ void __launch_bounds__(kMaxThreads) qk_forward_kernel(const __grid_co
 // With n = x * rstd, g the gradient turned back, and u = g * weight:
 //   dx = rstd * (u - n * mean(u * n)),   dweight = sum over rows, and over heads where each has its own norm, of g * n.
 template <class T, bool kPerHead>
-__global__ void __launch_bounds__(kMaxThreads) qk_backward_kernel(const __grid_constant__ QkParams p) {
+__global__ void __launch_bounds__(kQkMaxThreads) qk_backward_kernel(const __grid_constant__ QkParams p) {
   using Walk = QkWalk<T, kPerHead, true>;
   const Walk walk(p, blockIdx.x);
   const QkSide& side = walk.side;
@@ -279,12 +287,6 @@ struct QkNorm {
   }
   __device__ __forceinline__ float& rstd() const { return side.rstd[int64_t(row) * (columns_of(p) / p.width) + group]; }
 };
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int bit = 1; bit < 32; bit *= 2) value += __shfl_xor_sync(kAllLanes, value, bit);
-  return value;
-}
 
 template <bool kBackward>
 __global__ void __launch_bounds__(kQkScalarThreads) qk_scalar_kernel(const __grid_constant__ QkParams p) {
