@@ -7,8 +7,13 @@ namespace {
 
 template <class T, bool kPerHead> int launch_rows(const QkParams& p, bool is_backward, cudaStream_t stream, int* fits) {
   const int num_threads = (columns_of(p) / kVector + 31) / 32 * 32;
-  const int bytes = is_backward && kPerHead ? columns_of(p) * int(sizeof(float)) : 0;
+  const int bytes = is_backward ? QkWalk<T, kPerHead, true>::Rows::bytes(num_threads)
+                                : QkWalk<T, kPerHead, false>::Rows::bytes(num_threads);
   const auto kernel = is_backward ? qk_backward_kernel<T, kPerHead> : qk_forward_kernel<T, kPerHead>;
+  if (bytes > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+  }
   if (fits != nullptr) return cudaOccupancyMaxActiveBlocksPerMultiprocessor(fits, kernel, num_threads, bytes);
   LAUNCH(kernel, dim3(p.sides[0].num_blocks + p.sides[1].num_blocks), dim3(num_threads), bytes, stream, p);
   return cudaGetLastError();

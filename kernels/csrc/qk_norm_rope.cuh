@@ -1,7 +1,7 @@
 // RMSNorm of queries and keys, and the rotation of neighbouring pairs behind it.
 //
-// A thread owns the same eight columns of every row, a block walks down its rows of q or of k. The next row is loaded
-// while this one is worked on. The norm runs over all D = heads * head_dim columns, or over each head by itself.
+// A thread owns the same eight columns of every row, a block walks down its rows of q or of k. The next rows are on their
+// way to shared memory meanwhile. The norm runs over all D = heads * head_dim columns, or over each head by itself.
 #pragma once
 
 #include "device.cuh"
@@ -62,19 +62,36 @@ __device__ __forceinline__ float warp_sum(float value) {
 
 // ---- fast kernels: head_dim a multiple of 8, rows and heads aligned to 16 bytes --------------------------------------
 
-// Eight elements as they were loaded.
-template <class T> struct Eight {
-  uint4 bits[sizeof(T) / 2];
+// Eight elements of each tensor and of each row on its way, copied and read by the same thread: no barrier.
+template <class T, int kTensors, int kStages> struct Ring {
+  static constexpr int kParts = sizeof(T) / 2;  // 16 bytes each
+  unsigned char* base;
 
-  __device__ __forceinline__ void load(const T* source) {
-    CHECK_ALIGNED(source, 16);
-#pragma unroll
-    for (int i = 0; i < int(sizeof(T) / 2); ++i) bits[i] = reinterpret_cast<const uint4*>(source)[i];
+  static __host__ __device__ int bytes(int num_threads) { return kStages * kTensors * kParts * 16 * num_threads; }
+
+  __device__ __forceinline__ unsigned char* at(int stage, int tensor, int part) const {
+    return base + (((stage * kTensors + tensor) * kParts + part) * int(blockDim.x) + int(threadIdx.x)) * 16;
   }
-  __device__ __forceinline__ void unpack(float (&out)[kVector]) const {
+  __device__ __forceinline__ void copy(int stage, int tensor, const T* source) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      copy_async_16(at(stage, tensor, part), source + part * 16 / int(sizeof(T)));
+    }
+  }
+  __device__ __forceinline__ void read(int stage, int tensor, float (&out)[kVector]) const {
+    alignas(16) uint4 bits[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) bits[part] = *reinterpret_cast<const uint4*>(at(stage, tensor, part));
     load_vector(reinterpret_cast<const T*>(bits), out);
   }
 };
+
+// Until at most `kPending` of this thread's newest groups of copies are on their way.
+template <int kPending> __device__ __forceinline__ void wait_for_copies() {
+#ifndef ADALN_EMULATE
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
 
 // Cosine and sine of a thread's four pairs.
 struct Turn {
@@ -102,24 +119,21 @@ struct Turn {
   }
 };
 
-// What a thread needs of the row after the one that it works on.
-template <class T, bool kBackward> struct QkRow {
-  Eight<T> x, dout;
-  Turn turn;
-  float rstd;
-};
-
 template <class T, bool kPerHead, bool kBackward> struct QkWalk {
-  // Float32 rows are twice as large: the next one does not fit in the registers beside this one.
-  static constexpr bool kPrefetch = sizeof(T) == 2 || !kBackward;
+  static constexpr int kStages = kBackward ? 3 : 4;
+  using Rows = Ring<T, kBackward ? 2 : 1, kStages>;
 
   const QkParams& p;
   const QkSide& side;
-  int block, column, head, column_in_head, group, num_groups;
+  Rows ring;
+  int block, column, head, column_in_head, group, num_groups, row, end_row;
   bool active, is_first_of_group;
+  // Of the row after this one; loaded early too, because all heads wait for it.
+  Turn next_turn;
+  float next_rstd;
 
-  __device__ __forceinline__ QkWalk(const QkParams& params, int flat_block)
-      : p(params), side(side_of(params, flat_block)), block(flat_block) {
+  __device__ __forceinline__ QkWalk(const QkParams& params, int flat_block, unsigned char* shared)
+      : p(params), side(side_of(params, flat_block)), ring{shared}, block(flat_block), next_turn{}, next_rstd(0.0f) {
     column = int(threadIdx.x) * kVector;
     active = column < columns_of(p);
     head = column / p.head_dim;
@@ -127,21 +141,45 @@ template <class T, bool kPerHead, bool kBackward> struct QkWalk {
     group = kPerHead ? head : 0;
     num_groups = kPerHead ? p.num_heads : 1;
     is_first_of_group = active && (kPerHead ? column_in_head == 0 : threadIdx.x == 0);
+    row = block * p.rows_per_block;
+    end_row = min(row + p.rows_per_block, side.num_rows);
+    for (int stage = 0; stage < kStages; ++stage) copy(stage, row + stage);
+    load_next(row);
   }
 
   __device__ __forceinline__ T* at(const Heads& tensor, int row) const {
     return static_cast<T*>(tensor.data) + row * tensor.row_stride + head * tensor.head_stride + column_in_head;
   }
-  __device__ __forceinline__ int weight_column() const { return kPerHead ? column_in_head : column; }
 
-  __device__ __forceinline__ void load(QkRow<T, kBackward>& target, int row, int end_row) const {
-    if (!active || row >= end_row) return;
-    target.x.load(at(side.x, row));
-    if constexpr (kBackward) {
-      target.dout.load(at(side.out, row));
-      target.rstd = side.rstd[int64_t(row) * num_groups + group];
+  __device__ __forceinline__ void read_weight(float (&weight)[kVector]) const {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      weight[i] = active ? load_any(side.weight, side.weight_dtype, (kPerHead ? column_in_head : column) + i) : 0.0f;
     }
-    target.turn.load(p, row, column_in_head);
+  }
+
+  __device__ __forceinline__ void copy(int stage, int source) const {
+    if (active && source < end_row) {
+      ring.copy(stage, 0, at(side.x, source));
+      if constexpr (kBackward) ring.copy(stage, 1, at(side.out, source));
+    }
+    commit_copies();
+  }
+  __device__ __forceinline__ void load_next(int next) {
+    if (!active || next >= end_row) return;
+    next_turn.load(p, next, column_in_head);
+    if constexpr (kBackward) next_rstd = side.rstd[int64_t(next) * num_groups + group];
+  }
+  // This row of every tensor; starts the copy of the one that takes its place.
+  __device__ __forceinline__ void read(int stage, float (&x)[kVector], float (&dout)[kVector]) const {
+    wait_for_copies<kStages - 1>();
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = dout[i] = 0.0f;
+    if (active) {
+      ring.read(stage, 0, x);
+      if constexpr (kBackward) ring.read(stage, 1, dout);
+    }
+    copy(stage, row + kStages);
   }
 
   // The sum over what is normalised together, in a fixed order. At most one barrier; `parity` alternates.
@@ -174,30 +212,26 @@ template <class T, bool kPerHead, bool kBackward> struct QkWalk {
 
 template <class T, bool kPerHead>
 __global__ void __launch_bounds__(kQkMaxThreads) qk_forward_kernel(const __grid_constant__ QkParams p) {
-  const QkWalk<T, kPerHead, false> walk(p, blockIdx.x);
+  DYNAMIC_SHARED(shared);
+  using Walk = QkWalk<T, kPerHead, false>;
+  Walk walk(p, blockIdx.x, shared);
   const QkSide& side = walk.side;
   float weight[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    weight[i] = walk.active ? load_any(side.weight, side.weight_dtype, walk.weight_column() + i) : 0.0f;
-  }
-  int row = walk.block * p.rows_per_block, parity = 0;
-  const int end_row = min(row + p.rows_per_block, side.num_rows);
-  QkRow<T, false> next{};
-  walk.load(next, row, end_row);
-  for (; row < end_row; ++row, parity ^= 1) {
-    const QkRow<T, false> current = next;
-    walk.load(next, row + 1, end_row);
-    float values[kVector], square = 0.0f;
-    current.x.unpack(values);
+  walk.read_weight(weight);
+  for (int stage = 0, parity = 0; walk.row < walk.end_row; ++walk.row, parity ^= 1) {
+    float values[kVector], none[kVector], square = 0.0f;
+    walk.read(stage, values, none);
+    const Turn turn = walk.next_turn;
+    walk.load_next(walk.row + 1);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) square += values[i] * values[i];
     const float rstd = 1.0f / sqrtf(walk.sum(square, parity) / float(p.width) + p.eps);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) values[i] = values[i] * rstd * weight[i];
-    current.turn.apply(p, values, 1.0f);
-    store_vector(walk.at(side.out, row), values, walk.active);
-    if (walk.is_first_of_group) side.rstd[int64_t(row) * walk.num_groups + walk.group] = rstd;
+    turn.apply(p, values, 1.0f);
+    store_vector(walk.at(side.out, walk.row), values, walk.active);
+    if (walk.is_first_of_group) side.rstd[int64_t(walk.row) * walk.num_groups + walk.group] = rstd;
+    stage = stage + 1 == Walk::kStages ? 0 : stage + 1;
   }
 }
 
@@ -205,45 +239,38 @@ __global__ void __launch_bounds__(kQkMaxThreads) qk_forward_kernel(const __grid_
 //   dx = rstd * (u - n * mean(u * n)),   dweight = sum over rows, and over heads where each has its own norm, of g * n.
 template <class T, bool kPerHead>
 __global__ void __launch_bounds__(kQkMaxThreads) qk_backward_kernel(const __grid_constant__ QkParams p) {
+  DYNAMIC_SHARED(shared);
   using Walk = QkWalk<T, kPerHead, true>;
-  const Walk walk(p, blockIdx.x);
+  Walk walk(p, blockIdx.x, shared);
   const QkSide& side = walk.side;
-  float weight[kVector], dweight[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    weight[i] = walk.active ? load_any(side.weight, side.weight_dtype, walk.weight_column() + i) : 0.0f;
-    dweight[i] = 0.0f;
-  }
-  int row = walk.block * p.rows_per_block, parity = 0;
-  const int end_row = min(row + p.rows_per_block, side.num_rows);
-  QkRow<T, true> next{};
-  if constexpr (Walk::kPrefetch) walk.load(next, row, end_row);
-  for (; row < end_row; ++row, parity ^= 1) {
-    if constexpr (!Walk::kPrefetch) walk.load(next, row, end_row);
-    const QkRow<T, true> current = next;
-    if constexpr (Walk::kPrefetch) walk.load(next, row + 1, end_row);
+  float weight[kVector], dweight[kVector] = {};
+  walk.read_weight(weight);
+  for (int stage = 0, parity = 0; walk.row < walk.end_row; ++walk.row, parity ^= 1) {
     float normalised[kVector], grad[kVector], along = 0.0f;
-    current.x.unpack(normalised);
-    current.dout.unpack(grad);
-    current.turn.apply(p, grad, -1.0f);
+    walk.read(stage, normalised, grad);
+    const Turn turn = walk.next_turn;
+    const float rstd = walk.next_rstd;
+    walk.load_next(walk.row + 1);
+    turn.apply(p, grad, -1.0f);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      normalised[i] *= current.rstd;
+      normalised[i] *= rstd;
       dweight[i] += grad[i] * normalised[i];
       grad[i] *= weight[i];
       along += grad[i] * normalised[i];
     }
     const float mean = walk.sum(along, parity) / float(p.width);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) grad[i] = current.rstd * (grad[i] - normalised[i] * mean);
-    store_vector(walk.at(side.dx, row), grad, walk.active);
+    for (int i = 0; i < kVector; ++i) grad[i] = rstd * (grad[i] - normalised[i] * mean);
+    store_vector(walk.at(side.dx, walk.row), grad, walk.active);
+    stage = stage + 1 == Walk::kStages ? 0 : stage + 1;
   }
   if (side.partials == nullptr) return;
   float* partials = side.partials + int64_t(walk.block) * p.width;
   if constexpr (!kPerHead) {
     store_vector(partials + walk.column, dweight, walk.active);
   } else {
-    DYNAMIC_SHARED(shared);
+    __syncthreads();  // the ring has been read
     float* of_heads = reinterpret_cast<float*>(shared);  // [heads, head_dim]
     store_vector(of_heads + walk.column, dweight, walk.active);
     __syncthreads();
