@@ -97,9 +97,9 @@ template <int kPending> __device__ __forceinline__ void wait_for_copies() {
 struct Turn {
   float4 halves[2];
 
-  __device__ __forceinline__ void load(const QkParams& p, int row, int column_in_head) {
+  __device__ __forceinline__ void load(const QkParams& p, int rotary_row, int column_in_head) {
     if (p.rotary == nullptr) return;
-    const float* source = p.rotary + int64_t(row % p.rotary_rows) * p.head_dim + column_in_head;
+    const float* source = p.rotary + int64_t(rotary_row) * p.head_dim + column_in_head;
     CHECK_ALIGNED(source, 16);
     halves[0] = reinterpret_cast<const float4*>(source)[0];
     halves[1] = reinterpret_cast<const float4*>(source)[1];
@@ -126,7 +126,7 @@ template <class T, bool kPerHead, bool kBackward> struct QkWalk {
   const QkParams& p;
   const QkSide& side;
   Rows ring;
-  int block, column, head, column_in_head, group, num_groups, row, end_row;
+  int block, column, head, column_in_head, group, num_groups, row, end_row, rotary_row;
   bool active, is_first_of_group;
   // Of the row after this one; loaded early too, because all heads wait for it.
   Turn next_turn;
@@ -144,6 +144,7 @@ template <class T, bool kPerHead, bool kBackward> struct QkWalk {
     row = block * p.rows_per_block;
     end_row = min(row + p.rows_per_block, side.num_rows);
     for (int stage = 0; stage < kStages; ++stage) copy(stage, row + stage);
+    rotary_row = row % p.rotary_rows;
     load_next(row);
   }
 
@@ -167,7 +168,8 @@ template <class T, bool kPerHead, bool kBackward> struct QkWalk {
   }
   __device__ __forceinline__ void load_next(int next) {
     if (!active || next >= end_row) return;
-    next_turn.load(p, next, column_in_head);
+    next_turn.load(p, rotary_row, column_in_head);
+    rotary_row = rotary_row + 1 == p.rotary_rows ? 0 : rotary_row + 1;
     if constexpr (kBackward) next_rstd = side.rstd[int64_t(next) * num_groups + group];
   }
   // This row of every tensor; starts the copy of the one that takes its place.
@@ -218,6 +220,7 @@ __global__ void __launch_bounds__(kQkMaxThreads) qk_forward_kernel(const __grid_
   const QkSide& side = walk.side;
   float weight[kVector];
   walk.read_weight(weight);
+  const float one_over_width = 1.0f / float(p.width);
   for (int stage = 0, parity = 0; walk.row < walk.end_row; ++walk.row, parity ^= 1) {
     float values[kVector], none[kVector], square = 0.0f;
     walk.read(stage, values, none);
@@ -225,7 +228,7 @@ __global__ void __launch_bounds__(kQkMaxThreads) qk_forward_kernel(const __grid_
     walk.load_next(walk.row + 1);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) square += values[i] * values[i];
-    const float rstd = 1.0f / sqrtf(walk.sum(square, parity) / float(p.width) + p.eps);
+    const float rstd = rsqrtf(walk.sum(square, parity) * one_over_width + p.eps);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) values[i] = values[i] * rstd * weight[i];
     turn.apply(p, values, 1.0f);
@@ -245,6 +248,7 @@ __global__ void __launch_bounds__(kQkMaxThreads) qk_backward_kernel(const __grid
   const QkSide& side = walk.side;
   float weight[kVector], dweight[kVector] = {};
   walk.read_weight(weight);
+  const float one_over_width = 1.0f / float(p.width);
   for (int stage = 0, parity = 0; walk.row < walk.end_row; ++walk.row, parity ^= 1) {
     float normalised[kVector], grad[kVector], along = 0.0f;
     walk.read(stage, normalised, grad);
@@ -259,7 +263,7 @@ __global__ void __launch_bounds__(kQkMaxThreads) qk_backward_kernel(const __grid
       grad[i] *= weight[i];
       along += grad[i] * normalised[i];
     }
-    const float mean = walk.sum(along, parity) / float(p.width);
+    const float mean = walk.sum(along, parity) * one_over_width;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) grad[i] = rstd * (grad[i] - normalised[i] * mean);
     store_vector(walk.at(side.dx, walk.row), grad, walk.active);

@@ -76,7 +76,6 @@ def test_explicit_request_never_falls_back(monkeypatch, tmp_path):
 def test_automatic_choice_says_why_it_falls_back(monkeypatch, tmp_path, caplog):
     backends._cuda_backend.cache_clear()
     monkeypatch.setattr(backends, "LIBRARY", tmp_path / "missing.so")
-    monkeypatch.setattr(backends, "AUTOMATIC", "cuda")
     monkeypatch.delenv("RANK", raising=False)
     for _ in range(2):
         assert backends._cuda_backend("", 0) is backends.reference
