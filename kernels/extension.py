@@ -12,7 +12,7 @@ import torch
 
 from adaptiveload.kernels.library import DTYPES, VECTOR, Library, address, stream_of
 from adaptiveload.kernels.qk_extension import QkExtension
-from adaptiveload.kernels.reference import Gradients, Wanted
+from adaptiveload.kernels.reference import Gradients, Inputs, Wanted
 
 MAX_INLINE_OFFSETS = 512
 MAX_VECTOR_HIDDEN_SIZE = 8192
@@ -108,19 +108,10 @@ class Extension:
         self._library.call("adaln_blocks_per_multiprocessor", byref(params), 0, byref(c_int()))
 
     def forward(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor | None,
-        gate: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        shift: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        segment_offsets: torch.Tensor,
-        eps: float,
-        out_dtype: torch.dtype,
+        self, inputs: Inputs, eps: float, out_dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """As `reference.forward`."""
+        x, y, gate, scale, shift, weight, bias, segment_offsets = inputs
         can_vector = _can_vector(x)
         x, y = _rows(x, can_vector), _rows(y, can_vector)
         h = torch.empty(x.shape, dtype=out_dtype, device=x.device)
@@ -136,24 +127,9 @@ class Extension:
             self._library.call("adaln_rows" if is_vector else "adaln_scalar_rows", byref(params), 0, stream_of(x))
         return h, x_out, mean, rstd
 
-    def backward(
-        self,
-        dh: torch.Tensor,
-        dx_out: torch.Tensor | None,
-        x: torch.Tensor,
-        y: torch.Tensor | None,
-        gate: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        shift: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        rstd: torch.Tensor,
-        segment_offsets: torch.Tensor,
-        wanted: Wanted,
-        y_dtype: torch.dtype,
-    ) -> Gradients:
+    def backward(self, dh, dx_out, inputs: Inputs, mean, rstd, wanted: Wanted, y_dtype: torch.dtype) -> Gradients:
         """As `reference.backward`."""
+        x, y, gate, scale, shift, weight, bias, segment_offsets = inputs
         can_vector = _can_vector(x)
         dx_out = None if dx_out is None else dx_out.to(x.dtype)
         dh, dx_out, x, y = (_rows(tensor, can_vector) for tensor in (dh, dx_out, x, y))
@@ -166,10 +142,10 @@ class Extension:
         def empty(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(rows, x.shape[1], dtype=dtype, device=x.device)
 
-        inputs = {"gate": gate, "scale": scale, "shift": shift, "weight": weight, "bias": bias}
+        parts = {"gate": gate, "scale": scale, "shift": shift, "weight": weight, "bias": bias}
         gradients = {
             name: empty(len(offsets) - 1 if name in ("gate", "scale", "shift") else 1, tensor.dtype)
-            for name, tensor in inputs.items()
+            for name, tensor in parts.items()
             if getattr(wanted, name)
         }
         if len(x) == 0 or len(set(offsets)) < len(offsets):  # the kernels pass over segments without tokens
@@ -180,7 +156,7 @@ class Extension:
         dy = empty(len(x), y_dtype) if wanted.y or gate is not None else None
         if x.numel():
             matrices = {"x": x, "h": dh, "x_out": dx_out, "y": y if gate is not None else None, "dx": dx, "dy": dy}
-            matrices |= inputs | {f"d{name}": gradient for name, gradient in gradients.items()}
+            matrices |= parts | {f"d{name}": gradient for name, gradient in gradients.items()}
             params, _keep = _params(x, matrices, offsets, mean, rstd)
             is_vector = can_vector and self._lay_out(params, is_backward=True)
             if not is_vector:
@@ -204,7 +180,7 @@ class Extension:
         for name in ("weight", "bias"):
             if name in gradients:
                 gradients[name] = gradients[name].squeeze(0)
-        return Gradients(x=dx, y=dy if wanted.y else None, **{name: gradients.get(name) for name in inputs})
+        return Gradients(x=dx, y=dy if wanted.y else None, **{name: gradients.get(name) for name in parts})
 
     def _lay_out(self, params: Params, is_backward: bool) -> bool:
         """Fill in the layout for the fast kernels; False if there is none for these dtypes and this D."""

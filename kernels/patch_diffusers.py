@@ -181,11 +181,29 @@ def _qk(q: torch.Tensor, k: torch.Tensor, q_norm: nn.Module, k_norm: nn.Module, 
     return [tensor.unflatten(0, size) for tensor, size in zip(turned, sizes, strict=True)]
 
 
-class FusedWanProcessor:
-    """`WanAttnProcessor` with the norm and rotation of queries and keys in one operator."""
+class _Processor:
+    """What diffusers sets on a processor."""
 
     _attention_backend = None
     _parallel_config = None
+
+    def _attend(self, query, key, value, attention_mask, parallel_config) -> torch.Tensor:
+        """[B, S, H, hd] to [B, S, D], in the dtype of the query."""
+        output = dispatch_attention_fn(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            parallel_config=parallel_config,
+        )
+        return output.flatten(2, 3).type_as(query)
+
+
+class FusedWanProcessor(_Processor):
+    """`WanAttnProcessor` with the norm and rotation of queries and keys in one operator."""
 
     def __call__(
         self,
@@ -216,25 +234,9 @@ class FusedWanProcessor:
             output = output + self._attend(query, key, value, None, None)
         return attn.to_out[1](attn.to_out[0](output))
 
-    def _attend(self, query, key, value, attention_mask, parallel_config) -> torch.Tensor:
-        output = dispatch_attention_fn(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            dropout_p=0.0,
-            is_causal=False,
-            backend=self._attention_backend,
-            parallel_config=parallel_config,
-        )
-        return output.flatten(2, 3).type_as(query)
 
-
-class FusedQwenProcessor:
+class FusedQwenProcessor(_Processor):
     """`QwenDoubleStreamAttnProcessor2_0` with the norm and rotation of queries and keys in one operator a stream."""
-
-    _attention_backend = None
-    _parallel_config = None
 
     def __call__(
         self,
@@ -267,17 +269,8 @@ class FusedQwenProcessor:
         if encoder_hidden_states_mask is not None:
             image_mask = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2])
             mask = torch.cat([encoder_hidden_states_mask, image_mask], dim=1)[:, None, None]
-        output = dispatch_attention_fn(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=0.0,
-            is_causal=False,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
-        )
-        text, image = output.flatten(2, 3).to(query.dtype).split([tokens[0].shape[1] for tokens in streams], dim=1)
+        output = self._attend(query, key, value, mask, self._parallel_config)
+        text, image = output.split([encoder_hidden_states.shape[1], hidden_states.shape[1]], dim=1)
         image = attn.to_out[0](image.contiguous())
         image = attn.to_out[1](image) if len(attn.to_out) > 1 else image
         return image, attn.to_add_out(text.contiguous())

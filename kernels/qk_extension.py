@@ -8,6 +8,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, 
 import torch
 
 from adaptiveload.kernels.library import DTYPES, VECTOR, Library, address, stream_of
+from adaptiveload.kernels.qk_reference import QkInputs
 
 MAX_FAST_HIDDEN_SIZE = 5120  # a thread owns eight columns, and a block has at most 640 threads
 MIN_ROWS = 4  # a block that does fewer is not worth its start
@@ -60,23 +61,11 @@ class QkExtension:
         self._library = library
         self._blocks_that_fit: dict[tuple[int, ...], int] = {}
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
-        rotary: torch.Tensor | None,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: QkInputs, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `qk_reference.forward`."""
-        given, weights, rotary = (
-            [_readable(q), _readable(k)],
-            [q_weight.contiguous(), k_weight.contiguous()],
-            _turns(rotary),
-        )
+        given, weights, rotary = _readable_inputs(inputs)
         results = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in given]
-        num_groups = q.shape[1] * q.shape[2] // len(q_weight)
+        num_groups = given[0].shape[1] * given[0].shape[2] // len(weights[0])
         rstds = [torch.empty(len(x), num_groups, dtype=torch.float32, device=x.device) for x in given]
         params = _params(given, weights, rstds, rotary, eps)
         for side, result in zip(params.sides, results, strict=True):
@@ -84,29 +73,15 @@ class QkExtension:
         if any(tensor.numel() for tensor in given):
             is_fast = all(_is_aligned(tensor) for tensor in given)
             self._lay_out(params, is_fast, is_backward=False)
-            self._library.call("qk_rows" if is_fast else "qk_scalar_rows", byref(params), 0, stream_of(q))
+            self._library.call("qk_rows" if is_fast else "qk_scalar_rows", byref(params), 0, stream_of(given[0]))
         return *results, *rstds
 
     def backward(
-        self,
-        dq_out: torch.Tensor,
-        dk_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
-        rotary: torch.Tensor | None,
-        q_rstd: torch.Tensor,
-        k_rstd: torch.Tensor,
-        are_weights_wanted: bool,
+        self, dq_out, dk_out, inputs: QkInputs, q_rstd, k_rstd, are_weights_wanted: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """As `qk_reference.backward`."""
-        given, weights, rotary = (
-            [_readable(q), _readable(k)],
-            [q_weight.contiguous(), k_weight.contiguous()],
-            _turns(rotary),
-        )
-        grads = [_readable(grad.to(q.dtype)) for grad in (dq_out, dk_out)]
+        given, weights, rotary = _readable_inputs(inputs)
+        grads = [_readable(grad.to(given[0].dtype)) for grad in (dq_out, dk_out)]
         results = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in given]
         dweights = [torch.zeros_like(weight) for weight in weights] if are_weights_wanted else [None, None]
         params = _params(given, weights, [q_rstd, k_rstd], rotary)
@@ -117,14 +92,14 @@ class QkExtension:
             self._lay_out(params, is_fast, is_backward=True)
             if are_weights_wanted:
                 partials = [
-                    torch.empty(side.num_blocks, params.width, dtype=torch.float32, device=q.device)
+                    torch.empty(side.num_blocks, params.width, dtype=torch.float32, device=given[0].device)
                     for side in params.sides
                 ]
                 for side, partial in zip(params.sides, partials, strict=True):
                     side.partials = partial.data_ptr()
-            self._library.call("qk_rows" if is_fast else "qk_scalar_rows", byref(params), 1, stream_of(q))
+            self._library.call("qk_rows" if is_fast else "qk_scalar_rows", byref(params), 1, stream_of(given[0]))
             if are_weights_wanted:
-                self._library.call("qk_finish", byref(params), stream_of(q))
+                self._library.call("qk_finish", byref(params), stream_of(given[0]))
         return *results, *dweights
 
     def _lay_out(self, params: QkParams, is_fast: bool, is_backward: bool) -> None:
@@ -143,6 +118,17 @@ class QkExtension:
         params.rows_per_block = max(MIN_ROWS, -(-num_rows // num_blocks))
         for side in params.sides:
             side.num_blocks = -(-side.num_rows // params.rows_per_block)
+
+
+def _readable_inputs(
+    inputs: QkInputs,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
+    """Queries and keys, their weights, and the turns, as the kernels can read them; copies only where needed."""
+    weights = [inputs.q_weight.contiguous(), inputs.k_weight.contiguous()]
+    rotary = inputs.rotary  # cosine and sine side by side, aligned
+    if rotary is not None and not (rotary.is_contiguous() and rotary.data_ptr() % 16 == 0):
+        rotary = rotary.clone(memory_format=torch.contiguous_format)
+    return [_readable(inputs.q), _readable(inputs.k)], weights, rotary
 
 
 def _params(
@@ -177,13 +163,6 @@ def _heads(tensor: torch.Tensor) -> Heads:
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a copy where the dims of a head are not neighbours."""
     return tensor if tensor.stride(2) == 1 else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _turns(rotary: torch.Tensor | None) -> torch.Tensor | None:
-    """Cosine and sine side by side, aligned."""
-    if rotary is None or (rotary.is_contiguous() and rotary.data_ptr() % 16 == 0):
-        return rotary
-    return rotary.clone(memory_format=torch.contiguous_format)
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:

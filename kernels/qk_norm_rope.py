@@ -11,6 +11,7 @@ import torch
 
 from adaptiveload.kernels.backends import backend_for
 from adaptiveload.kernels.library import DTYPES
+from adaptiveload.kernels.qk_reference import QkInputs
 
 FORWARD, BACKWARD = "adaptiveload::qk_norm_rope", "adaptiveload::qk_norm_rope_backward"
 _GIVEN = "Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor? rotary"
@@ -99,13 +100,13 @@ torch.library.define(
 
 @torch.library.impl(FORWARD, ("cpu", "cuda"))
 def _forward(q, k, q_weight, k_weight, rotary, eps):
-    return backend_for(q.device).qk.forward(q, k, q_weight, k_weight, rotary, eps)
+    return backend_for(q.device).qk.forward(QkInputs(q, k, q_weight, k_weight, rotary), eps)
 
 
 @torch.library.impl(BACKWARD, ("cpu", "cuda"))
 def _backward(dq_out, dk_out, q, k, q_weight, k_weight, rotary, q_rstd, k_rstd, are_weights_wanted):
     dq, dk, *dweights = backend_for(q.device).qk.backward(
-        dq_out, dk_out, q, k, q_weight, k_weight, rotary, q_rstd, k_rstd, are_weights_wanted
+        dq_out, dk_out, QkInputs(q, k, q_weight, k_weight, rotary), q_rstd, k_rstd, are_weights_wanted
     )
     return dq, dk, *(q.new_empty(0) if dweight is None else dweight for dweight in dweights)
 

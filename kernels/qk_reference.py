@@ -5,21 +5,24 @@ All arithmetic is float32 (float64 for float64 input), with one rounding per res
 Legend: `N` query tokens, `M` key tokens, `H` heads, `hd` head dim, `W` dims of one norm: H * hd or hd.
 """
 
+from typing import NamedTuple
+
 import torch
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    rotary: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries and keys, normalised and turned, and the reciprocal root mean squares, [N, H * hd / W] and [M, ...].
+class QkInputs(NamedTuple):
+    """As `adaptiveload.kernels.qk_norm_rope.qk_norm_rope` takes, but `rotary` as cosine and sine [R, hd / 2, 2]."""
 
-    Arguments as `adaptiveload.kernels.qk_norm_rope.qk_norm_rope`, but `rotary` as cosine and sine [R, hd / 2, 2].
-    """
+    q: torch.Tensor
+    k: torch.Tensor
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    rotary: torch.Tensor | None
+
+
+def forward(inputs: QkInputs, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys, normalised and turned, and the reciprocal root mean squares, [N, H * hd / W] and [M, ...]."""
+    q, k, q_weight, k_weight, rotary = inputs
     q_out, q_rstd = _forward(q, q_weight, rotary, eps)
     k_out, k_rstd = _forward(k, k_weight, rotary, eps)
     return q_out, k_out, q_rstd, k_rstd
@@ -28,16 +31,13 @@ def forward(
 def backward(
     dq_out: torch.Tensor,
     dk_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    rotary: torch.Tensor | None,
+    inputs: QkInputs,
     q_rstd: torch.Tensor,
     k_rstd: torch.Tensor,
     are_weights_wanted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of `q`, `k`, and of the two weights (None where not wanted)."""
+    q, k, q_weight, k_weight, rotary = inputs
     dq, dq_weight = _backward(dq_out, q, q_weight, rotary, q_rstd, are_weights_wanted)
     dk, dk_weight = _backward(dk_out, k, k_weight, rotary, k_rstd, are_weights_wanted)
     return dq, dk, dq_weight, dk_weight
