@@ -9,7 +9,7 @@ Legend: `N` tokens of all samples side by side, `D` hidden size, `G` segments (t
 import torch
 
 from adaptiveload.kernels import ops  # noqa: F401 (defines torch.ops.adaptiveload)
-from adaptiveload.kernels.extension import DTYPES
+from adaptiveload.kernels.library import DTYPES
 
 
 def adaln(

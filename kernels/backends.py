@@ -24,11 +24,12 @@ CHOICES = ("cuda", "cuda_dtile", "reference")
 
 
 class Backend(Protocol):
-    """`reference` is one, as a module; arguments and results are described there."""
+    """`reference` is one, as a module; arguments and results are described there. `qk` is as `qk_reference`."""
 
     name: str
     forward: object
     backward: object
+    qk: object
 
 
 _used: Backend | None = None

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,14 +50,21 @@ def architecture_flags(architectures: str | None) -> list[str]:
     return flags
 
 
-def build(output: Path = LIBRARY, architectures: str | None = None, flags: tuple[str, ...] = (), jobs: int = 0) -> str:
-    """Compile every source side by side and link them; what ptxas said about registers and spills.
+def build(
+    output: Path = LIBRARY,
+    architectures: str | None = None,
+    flags: tuple[str, ...] = (),
+    jobs: int = 0,
+    sources: Sequence[Path] | None = None,
+) -> str:
+    """Compile the sources side by side and link them; what ptxas said about registers and spills.
 
     Args:
         output: The shared library.
         architectures: As $TORCH_CUDA_ARCH_LIST, which is taken where this is None.
         flags: Further flags of nvcc.
         jobs: Compilers at a time; as many as there are processors by default.
+        sources: Of the library; all by default.
 
     Raises:
         RuntimeError: If there is no nvcc, or it fails.
@@ -66,7 +74,7 @@ def build(output: Path = LIBRARY, architectures: str | None = None, flags: tuple
         raise RuntimeError("no nvcc: install the CUDA toolkit, or set CUDA_HOME to the folder that has bin/nvcc")
     targets = architecture_flags(architectures or os.environ.get("TORCH_CUDA_ARCH_LIST"))
     command = [nvcc, "-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-Xptxas", "-v", *targets, *flags]
-    sources = sorted(SOURCES.glob("*.cu"))
+    sources = sources or sorted(SOURCES.glob("*.cu"))
     with tempfile.TemporaryDirectory() as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:

@@ -9,7 +9,7 @@ Legend: `N` tokens of all samples side by side, `D` hidden size, `G` segments (t
 import torch
 
 from adaptiveload.kernels.backends import backend_for
-from adaptiveload.kernels.reference import Wanted
+from adaptiveload.kernels.reference import Inputs, Wanted
 
 FORWARD, BACKWARD = "adaptiveload::adaln", "adaptiveload::adaln_backward"
 _PARTS = "Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias"
@@ -33,9 +33,8 @@ torch.library.define(
 @torch.library.impl(FORWARD, ("cpu", "cuda"))
 def _forward(x, y, gate, scale, shift, weight, bias, segment_offsets, eps, out_dtype):
     _check_offsets(segment_offsets, len(x))
-    h, x_out, mean, rstd = backend_for(x.device).forward(
-        x, y, gate, scale, shift, weight, bias, segment_offsets, eps, out_dtype
-    )
+    inputs = Inputs(x, y, gate, scale, shift, weight, bias, segment_offsets)
+    h, x_out, mean, rstd = backend_for(x.device).forward(inputs, eps, out_dtype)
     return h, _or_empty(x_out, x), mean, rstd
 
 
@@ -43,9 +42,8 @@ def _forward(x, y, gate, scale, shift, weight, bias, segment_offsets, eps, out_d
 def _backward(
     dh, dx_out, x, y, gate, scale, shift, weight, bias, mean, rstd, segment_offsets, wanted, y_dtype
 ):  # fmt: skip
-    gradients = backend_for(x.device).backward(
-        dh, dx_out, x, y, gate, scale, shift, weight, bias, mean, rstd, segment_offsets, Wanted(*wanted), y_dtype
-    )
+    inputs = Inputs(x, y, gate, scale, shift, weight, bias, segment_offsets)
+    gradients = backend_for(x.device).backward(dh, dx_out, inputs, mean, rstd, Wanted(*wanted), y_dtype)
     return tuple(_or_empty(gradient, x) for gradient in gradients)
 
 

@@ -10,9 +10,23 @@ from typing import NamedTuple
 
 import torch
 
+from adaptiveload.kernels import qk_reference as qk  # noqa: F401 (the other operation of this backend)
 from adaptiveload.kernels.segments import equal_runs
 
 name = "reference"  # among the backends
+
+
+class Inputs(NamedTuple):
+    """Of one AdaLN call, as `adaptiveload.kernels.adaln.adaln` describes them."""
+
+    x: torch.Tensor
+    y: torch.Tensor | None
+    gate: torch.Tensor | None
+    scale: torch.Tensor | None
+    shift: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    segment_offsets: torch.Tensor
 
 
 class Gradients(NamedTuple):
@@ -39,21 +53,10 @@ class Wanted(NamedTuple):
 
 
 def forward(
-    x: torch.Tensor,
-    y: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    segment_offsets: torch.Tensor,
-    eps: float,
-    out_dtype: torch.dtype,
+    inputs: Inputs, eps: float, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """`h`, `x_out` (None without `y`), and the mean and reciprocal deviation of every token [N].
-
-    Arguments as `adaptiveload.kernels.adaln.adaln`.
-    """
+    """`h`, `x_out` (None without `y`), and the mean and reciprocal deviation of every token [N]."""
+    x, y, gate, scale, shift, weight, bias, segment_offsets = inputs
     wide = _wide(x)
     h = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     x_out = None if y is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -83,16 +86,9 @@ def forward(
 def backward(
     dh: torch.Tensor,
     dx_out: torch.Tensor | None,
-    x: torch.Tensor,
-    y: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    inputs: Inputs,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    segment_offsets: torch.Tensor,
     wanted: Wanted,
     y_dtype: torch.dtype,
 ) -> Gradients:
@@ -101,19 +97,14 @@ def backward(
     Args:
         dh: Gradient of `h` [N, D].
         dx_out: Gradient of `x_out` [N, D], or None if it has none.
-        x: What was normalised, `x_out` where there was a `y`.
-        y: Only read for the gradient of `gate`.
-        gate: And the others, as given to `forward`.
-        scale: As given.
-        shift: As given.
-        weight: As given.
-        bias: As given.
+        inputs: As given to `forward`, but `x` is what was normalised, `x_out` where there was a `y`; `y` itself is
+            only read for the gradient of `gate`.
         mean: As returned.
         rstd: As returned.
-        segment_offsets: As given.
         wanted: Gradients to compute.
         y_dtype: Of the gradient of `y`.
     """
+    x, y, gate, scale, shift, weight, bias, segment_offsets = inputs
     wide = _wide(x)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy = torch.empty(x.shape, dtype=y_dtype, device=x.device) if wanted.y else None

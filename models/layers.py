@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own documentation uses)
 
+from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
 from adaptiveload.models.attention import AttentionBatch, packed_attention
 from adaptiveload.models.packing import Grid
-from adaptiveload.models.rope import rotate
 
 
 def linear_fp32(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
@@ -94,19 +94,6 @@ class TextEmbedder(nn.Module):
         return self.linear_2(F.gelu(self.linear_1(text), approximate="tanh"))
 
 
-class RMSNorm(nn.Module):
-    """RMSNorm over the last dim: statistics in float32, result in the dtype of the input."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., dim] to [..., dim]."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
 class Attention(nn.Module):
     """Multi-head attention with biases, and RMSNorm of queries and keys over all heads together, before the split."""
 
@@ -117,8 +104,9 @@ class Attention(nn.Module):
         self.to_k = nn.Linear(hidden_size, hidden_size)
         self.to_v = nn.Linear(hidden_size, hidden_size)
         self.to_out = nn.ModuleList([nn.Linear(hidden_size, hidden_size)])
-        self.norm_q = RMSNorm(hidden_size, eps)
-        self.norm_k = RMSNorm(hidden_size, eps)
+        # Their weights only: `qk_norm_rope` computes.
+        self.norm_q = nn.RMSNorm(hidden_size, eps)
+        self.norm_k = nn.RMSNorm(hidden_size, eps)
 
     def forward(
         self,
@@ -127,13 +115,12 @@ class Attention(nn.Module):
         batches: Sequence[AttentionBatch],
         rotary: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend from x [N, D] to context [M, D], sample by sample; `rotary` [N, 1, hd / 2] turns queries and keys."""
+        """Attend from x [N, D] to context [M, D], sample by sample; `rotary` [N, hd / 2] turns queries and keys."""
         query, key, value = (
             tensor.unflatten(1, (self.num_heads, -1))  # [N or M, H, hd]
-            for tensor in (self.norm_q(self.to_q(x)), self.norm_k(self.to_k(context)), self.to_v(context))
+            for tensor in (self.to_q(x), self.to_k(context), self.to_v(context))
         )
-        if rotary is not None:
-            query, key = rotate(query, rotary), rotate(key, rotary)
+        query, key = qk_norm_rope(query, key, self.norm_q.weight, self.norm_k.weight, rotary, self.norm_q.eps)
         return self.to_out[0](packed_attention(query, key, value, batches))  # [N, D]
 
 

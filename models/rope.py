@@ -1,6 +1,6 @@
-"""Rotary position embedding over latent frames, rows and columns (Wan 2.1).
+"""Angles of the rotary position embedding over latent frames, rows and columns (Wan 2.1).
 
-Legend: `N` tokens of all samples side by side, `H` heads, `hd` head dim, `F`, `Y`, `X` tokens along each axis.
+Legend: `N` tokens of all samples side by side, `hd` head dim, `F`, `Y`, `X` tokens along each axis.
 """
 
 import torch
@@ -17,12 +17,12 @@ def axis_dims(head_dim: int) -> tuple[int, int, int]:
 
 
 def rotary_table(grids: tuple[Grid, ...], head_dim: int, device: torch.device) -> torch.Tensor:
-    """Rotation of every token of every sample as a unit complex number: complex64 [N, 1, hd / 2].
+    """Rotation of every token of every sample as a unit complex number: complex64 [N, hd / 2].
 
     Positions start at 0 on each axis. Angles are float64 until their cosine and sine are rounded once.
     """
     tables = {grid: _grid_table(grid, head_dim, device) for grid in dict.fromkeys(grids)}
-    return torch.cat([tables[grid] for grid in grids]).unsqueeze(1)
+    return torch.cat([tables[grid] for grid in grids])
 
 
 def _grid_table(grid: Grid, head_dim: int, device: torch.device) -> torch.Tensor:
@@ -36,9 +36,3 @@ def _grid_table(grid: Grid, head_dim: int, device: torch.device) -> torch.Tensor
         view[axis] = size
         turns.append(turn.view(view).expand(*grid, dim // 2))
     return torch.cat(turns, dim=-1).flatten(0, 2)
-
-
-def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of neighbouring dims of x [N, H, hd] by its token's angles; in float32, returned in x's dtype."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # [N, H, hd / 2]
-    return torch.view_as_real(pairs * table).flatten(-2).to(x.dtype)

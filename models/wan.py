@@ -202,7 +202,7 @@ class WanBlock(nn.Module):
             gate: [G, D], float32.
             modulation: shift, scale, gate of the self attention, shift, scale of the feed-forward; float32 [G, D] each.
             context: Embedded text [M, D].
-            rotary: complex64 [N, 1, hd / 2].
+            rotary: complex64 [N, hd / 2].
             layout: Of the micro-batch.
         """
         shift1, scale1, gate1, shift2, scale2 = modulation

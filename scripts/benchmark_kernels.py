@@ -1,4 +1,4 @@
-"""Measures AdaLN on one GPU against its byte floor and against other ways to compute it.
+"""Measures AdaLN and the QK norm with RoPE on one GPU against their byte floor and other ways to compute them.
 
 Each measurement is a CUDA graph of several calls that rotate over buffers larger than the L2 cache; the time is the
 median over replays. The floor is what the call must read and write, at the bandwidth that a copy reaches here.
@@ -19,17 +19,21 @@ from pathlib import Path
 os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
 
 import torch
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own documentation uses)
 
 from adaptiveload.kernels import backends
 from adaptiveload.kernels.adaln import adaln
 from adaptiveload.kernels.build import LIBRARY
 from adaptiveload.kernels.extension import Extension, Launch
+from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
 
 STREAMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SITES = ("norm", "gated")
+SITES = ("norm", "gated", "qk")
 PEERS = ("eager", "compile")
-NUM_REPLAYS = 7
+NUM_WARM_UP, NUM_REPLAYS = 4, 7  # clocks rise during the first replays
+PAPER_GB_SAVED = 4.8  # at 64,000 tokens
 
 
 @dataclass
@@ -46,33 +50,28 @@ class Row:
     floor_ratio: float
     gb_per_s: float
     launch: str = ""
+    saved_bytes_per_element: float | None = None
 
 
 class Case:
     """Inputs of one site in enough copies that none is in the L2 cache when it is read."""
 
-    def __init__(self, site: str, stream: str, hidden_size: int, num_tokens: int):
+    forward_bytes: int
+    backward_bytes: int
+
+    def __init__(self, site: str, stream: str, hidden_size: int, num_tokens: int, device: str = "cuda"):
         self.site, self.stream, self.hidden_size, self.num_tokens = site, stream, hidden_size, num_tokens
-        self.dtype = STREAMS[stream]
-        num_elements, width = num_tokens * hidden_size, self.dtype.itemsize
-        is_gated = site == "gated"
-        # x and h; with the gate y and x_out too. Backward: x, dh, dx; with the gate y, dx_out, dy too.
-        self.forward_bytes = num_elements * (width + 2 + is_gated * (2 + width))
-        self.backward_bytes = num_elements * (2 * width + 2 + is_gated * (2 + width + 2))
-        self.num_copies = max(2, -(-400_000_000 // self.forward_bytes))
-        generator = torch.Generator("cuda").manual_seed(0)
+        self.dtype, self.device = STREAMS[stream], device
+        self._generator = torch.Generator(device).manual_seed(0)
 
-        def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+    @property
+    def num_copies(self) -> int:
+        """Of the inputs."""
+        return max(2, -(-400_000_000 // self.forward_bytes)) if self.device == "cuda" else 1
 
-        tokens = (num_tokens, hidden_size)
-        self.x = [random(*tokens, dtype=self.dtype) for _ in range(self.num_copies)]
-        self.y = [random(*tokens, dtype=torch.bfloat16) if is_gated else None for _ in range(self.num_copies)]
-        self.dh = [random(*tokens, dtype=torch.bfloat16) for _ in range(self.num_copies)]
-        self.dx_out = [random(*tokens, dtype=self.dtype) if is_gated else None for _ in range(self.num_copies)]
-        self.gate = random(1, hidden_size) if is_gated else None
-        self.scale, self.shift = random(1, hidden_size), random(1, hidden_size)
-        self.offsets = torch.tensor([0, num_tokens], dtype=torch.int32)
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Gaussian numbers."""
+        return torch.randn(shape, generator=self._generator, device=self.device).to(dtype)
 
     def row(self, direction: str, implementation: str, ms: float, bandwidth: float, launch: str = "") -> Row:
         """A measurement of this case."""
@@ -80,6 +79,27 @@ class Case:
         ratio, rate = ms / 1e3 * bandwidth / num_bytes, num_bytes / ms / 1e6
         where = (self.site, self.stream, self.hidden_size, self.num_tokens)
         return Row(*where, direction, implementation, ms, ratio, rate, launch)
+
+
+class NormCase(Case):
+    """A modulated norm, behind a gated residual add if the site is "gated"."""
+
+    def __init__(self, *key, **options):
+        super().__init__(*key, **options)
+        num_elements, width = self.num_tokens * self.hidden_size, self.dtype.itemsize
+        is_gated = self.site == "gated"
+        # x and h; with the gate y and x_out too. Backward: x, dh, dx; with the gate y, dx_out, dy too.
+        self.forward_bytes = num_elements * (width + 2 + is_gated * (2 + width))
+        self.backward_bytes = num_elements * (2 * width + 2 + is_gated * (2 + width + 2))
+        self.num_elements = num_elements
+        tokens, random, copies = (self.num_tokens, self.hidden_size), self.random, range(self.num_copies)
+        self.x = [random(*tokens, dtype=self.dtype) for _ in copies]
+        self.y = [random(*tokens, dtype=torch.bfloat16) if is_gated else None for _ in copies]
+        self.dh = [random(*tokens, dtype=torch.bfloat16) for _ in copies]
+        self.dx_out = [random(*tokens, dtype=self.dtype) if is_gated else None for _ in copies]
+        self.gate = random(1, self.hidden_size) if is_gated else None
+        self.scale, self.shift = random(1, self.hidden_size), random(1, self.hidden_size)
+        self.offsets = torch.tensor([0, self.num_tokens], dtype=torch.int32)
 
     # The kernels themselves, without autograd.
 
@@ -106,6 +126,78 @@ class Case:
                 results.append((wide.mean(1), (wide.var(1, correction=0) + 1e-6).rsqrt()))
             return results
 
+    # For other implementations: functions of x, y, gate, scale, shift that return h and x_out.
+
+    def arguments(self, i: int) -> tuple[torch.Tensor | None, ...]:
+        """Of copy i."""
+        return self.x[i], self.y[i], self.gate, self.scale, self.shift
+
+    def sent(self, i: int, results: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Results with a gradient, and their gradients."""
+        if self.y[i] is None:
+            return [results[0]], [self.dh[i].to(results[0].dtype)]
+        return list(results), [self.dh[i].to(results[0].dtype), self.dx_out[i]]
+
+    def ours(self, x, y, gate, scale, shift):
+        """As other implementations."""
+        parts = {"y": y, "gate": gate, "scale": scale, "shift": shift, "segment_offsets": self.offsets}
+        return adaln(x, **parts, out_dtype=torch.bfloat16)
+
+
+class QkCase(Case):
+    """RMSNorm of queries and keys over all heads of 128 dims, and their rotation."""
+
+    def __init__(self, *key, **options):
+        super().__init__(*key, **options)
+        self.num_elements = 2 * self.num_tokens * self.hidden_size
+        # q and k, read and written; backward reads their gradients too. Beside that: 0.5 KB of turns a token.
+        self.forward_bytes = self.num_elements * 2 * self.dtype.itemsize
+        self.backward_bytes = self.num_elements * 3 * self.dtype.itemsize
+        shape = (self.num_tokens, self.hidden_size // 128, 128)
+        copies = range(self.num_copies)
+        self.q, self.k, self.dq, self.dk = ([self.random(*shape, dtype=self.dtype) for _ in copies] for _ in range(4))
+        self.q_weight, self.k_weight = (1 + 0.1 * self.random(self.hidden_size) for _ in range(2))
+        angles = self.random(self.num_tokens, 64)
+        self.rotary = torch.polar(torch.ones_like(angles), angles)
+        self.turns = torch.view_as_real(self.rotary)
+
+    def call_forward(self, i: int) -> tuple[torch.Tensor, ...]:
+        """Forward on copy i."""
+        return torch.ops.adaptiveload.qk_norm_rope(self.q[i], self.k[i], self.q_weight, self.k_weight, self.turns, 1e-6)
+
+    def call_backward(self, i: int, q_rstd: torch.Tensor, k_rstd: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Backward on copy i."""
+        return torch.ops.adaptiveload.qk_norm_rope_backward(
+            self.dq[i], self.dk[i], self.q[i], self.k[i], self.q_weight, self.k_weight, self.turns, q_rstd, k_rstd, True
+        )
+
+    def statistics(self) -> list[tuple[torch.Tensor, ...]]:
+        """Reciprocal root mean squares of every copy."""
+        with torch.no_grad():
+            return [
+                tuple((t.float().square().mean((1, 2)) + 1e-6).rsqrt().unsqueeze(1) for t in (self.q[i], self.k[i]))
+                for i in range(self.num_copies)
+            ]
+
+    # For other implementations: functions of q, k, q_weight, k_weight, rotary that return both.
+
+    def arguments(self, i: int) -> tuple[torch.Tensor, ...]:
+        """Of copy i."""
+        return self.q[i], self.k[i], self.q_weight, self.k_weight, self.rotary
+
+    def sent(self, i: int, results: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Results with a gradient, and their gradients."""
+        return list(results), [self.dq[i], self.dk[i]]
+
+    def ours(self, *arguments):
+        """As other implementations."""
+        return qk_norm_rope(*arguments)
+
+
+def make_case(site: str, *key, **options) -> Case:
+    """The case of a site."""
+    return (QkCase if site == "qk" else NormCase)(site, *key, **options)
+
 
 def measure(call: Callable[[int], object], num_copies: int) -> float:
     """Milliseconds of one call, median over replays of a graph that rotates over the copies."""
@@ -121,14 +213,14 @@ def measure(call: Callable[[int], object], num_copies: int) -> float:
         for i in range(num_calls):
             call(i % num_copies)
     times = []
-    for _ in range(NUM_REPLAYS + 1):
+    for _ in range(NUM_WARM_UP + NUM_REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / num_calls)
-    return sorted(times[1:])[NUM_REPLAYS // 2]
+    return sorted(times[NUM_WARM_UP:])[NUM_REPLAYS // 2]
 
 
 def copy_bandwidth() -> float:
@@ -166,12 +258,39 @@ def native_affine(x, y, gate, scale, shift):
     return F.layer_norm(x, x.shape[-1:], scale[0], shift[0], 1e-6), x
 
 
+def diffusers_qk(q, k, q_weight, k_weight, rotary):
+    """As `WanAttnProcessor` writes it."""
+    cosine, sine = rotary.real.unsqueeze(1), rotary.imag.unsqueeze(1)
+    results = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        x = F.rms_norm(x.flatten(1), weight.shape, weight.to(x.dtype), 1e-6).view(x.shape)
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+        out = torch.empty_like(x)
+        out[..., 0::2] = first * cosine - second * sine
+        out[..., 1::2] = first * sine + second * cosine
+        results.append(out)
+    return tuple(results)
+
+
+def complex_qk(q, k, q_weight, k_weight, rotary):
+    """RMSNorm by PyTorch, rotation as a complex product: the Qwen-Image form, over all heads."""
+    results = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        x = F.rms_norm(x.flatten(1), weight.shape, weight.to(x.dtype), 1e-6).view(x.shape)
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rotary.unsqueeze(1)
+        results.append(torch.view_as_real(pairs).flatten(-2).to(x.dtype))
+    return tuple(results)
+
+
 def peers(case: Case, part: str) -> dict[str, Callable]:
     """Other implementations of this case, by name."""
-    functions = {"diffusers": diffusers_form, "eager_bf16": bf16_form}
+    is_qk = case.site == "qk"
     if part == "compile":
-        functions = {"compile": torch.compile(diffusers_form, dynamic=False)}
-    elif case.site == "norm":
+        return {"compile": torch.compile(diffusers_qk if is_qk else diffusers_form, dynamic=False)}
+    if is_qk:
+        return {"diffusers": diffusers_qk, "complex": complex_qk}
+    functions = {"diffusers": diffusers_form, "eager_bf16": bf16_form}
+    if case.site == "norm":
         functions["native_affine"] = native_affine
         try:
             from liger_kernel.ops.layer_norm import LigerLayerNormFunction as Liger
@@ -193,15 +312,23 @@ def measure_peer(case: Case, function: Callable, name: str, bandwidth: float) ->
         return []
 
 
-def _measure_peer(case: Case, function: Callable, name: str, bandwidth: float) -> list[Row]:
-    parts = {"gate": case.gate, "scale": case.scale, "shift": case.shift}
+def leaves_of(case: Case, i: int, name: str) -> list[torch.Tensor | None]:
+    """Arguments of copy i with gradients, in the dtype that the implementation `name` takes."""
+    first, second, *rest = case.arguments(i)
     if name == "native_affine":
-        parts = {key: part if part is None else part.to(case.dtype) for key, part in parts.items()}
-    parts = {key: part if part is None else part.clone().requires_grad_() for key, part in parts.items()}
+        rest = [part if part is None else part.to(case.dtype) for part in rest]
+    return [
+        part if part is None or part.is_complex() else part.detach().clone().requires_grad_()
+        for part in (first, second, *rest)
+    ]
+
+
+def _measure_peer(case: Case, function: Callable, name: str, bandwidth: float) -> list[Row]:
+    weights = [part if part is None else part.detach() for part in leaves_of(case, 0, name)[2:]]
 
     def forward(i: int):
         with torch.no_grad():
-            return function(case.x[i], case.y[i], **parts)
+            return function(*case.arguments(i)[:2], *weights)
 
     rows = [case.row("forward", name, measure(forward, case.num_copies), bandwidth)]
     stream = torch.cuda.Stream()
@@ -209,14 +336,9 @@ def _measure_peer(case: Case, function: Callable, name: str, bandwidth: float) -
     num_copies = min(case.num_copies, 2)  # what eager forms keep for backward is large
     with torch.cuda.stream(stream):
         for i in range(num_copies):
-            leaves = [case.x[i].detach().requires_grad_(), *(part for part in parts.values() if part is not None)]
-            y = None if case.y[i] is None else case.y[i].detach().requires_grad_()
-            h, x_out = function(leaves[0], y, **parts)
-            dh = case.dh[i].to(h.dtype)
-            if y is None:
-                graphs.append(([h], leaves, [dh]))
-            else:
-                graphs.append(([h, x_out], [*leaves, y], [dh, case.dx_out[i]]))
+            arguments = leaves_of(case, i, name)
+            results, sent = case.sent(i, function(*arguments))
+            graphs.append((results, [leaf for leaf in arguments if leaf is not None and leaf.requires_grad], sent))
     torch.cuda.synchronize()
 
     def backward(i: int):
@@ -224,7 +346,32 @@ def _measure_peer(case: Case, function: Callable, name: str, bandwidth: float) -
         return torch.autograd.grad(outputs, inputs, sent, retain_graph=True)
 
     rows.append(case.row("backward", name, _measure_on(backward, num_copies, stream), bandwidth))
+    graphs.clear()
+    rows[-1].saved_bytes_per_element = saved_bytes_per_element(case, function, name)
     return rows
+
+
+def saved_bytes_per_element(case: Case, function: Callable, name: str = "") -> float:
+    """Bytes kept for backward by the operation and by what reads its results, a linear layer or attention.
+
+    Counted by saved-tensor hooks, each storage once; weights, modulation and turns are left out.
+    """
+    arguments = leaves_of(case, 0, name)
+    small = {part.untyped_storage().data_ptr() for part in arguments[2:] if part is not None}
+    storages: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in small:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        results = function(*arguments)
+    kept = results if case.site == "qk" else results[:1]
+    for result in kept:
+        keep(result)
+    return sum(storages.values()) / case.num_elements
 
 
 def _measure_on(call: Callable[[int], object], num_copies: int, stream: torch.cuda.Stream) -> float:
@@ -252,10 +399,13 @@ def measure_ours(
     statistics = case.statistics() if "backward" in directions else []
     calls = {"forward": case.call_forward, "backward": lambda i: case.call_backward(i, *statistics[i])}
     with backends.use(backend):
-        return [
+        rows = [
             case.row(direction, name, measure(calls[direction], case.num_copies), bandwidth, launch)
             for direction in directions
         ]
+        if name == "ours":
+            rows[-1].saved_bytes_per_element = saved_bytes_per_element(case, case.ours)
+    return rows
 
 
 def sweep(case: Case, extension: Extension, bandwidth: float) -> list[Row]:
@@ -297,18 +447,79 @@ def host_microseconds(extension: Extension) -> dict[str, float]:
 
 
 def table(rows: list[Row]) -> str:
-    """One line a case and direction: microseconds and ratio to the floor, ours first."""
+    """One line a case and direction: microseconds, ratio to the floor, bytes kept an element; ours first."""
     lines = []
     cases = dict.fromkeys((r.site, r.stream, r.hidden_size, r.num_tokens, r.direction) for r in rows)
     for key in cases:
         mine = [r for r in rows if (r.site, r.stream, r.hidden_size, r.num_tokens, r.direction) == key]
         cells = [
-            f"{r.implementation} {r.ms * 1e3:.0f}us x{r.floor_ratio:.2f}" for r in mine if r.implementation != "sweep"
+            f"{r.implementation} {r.ms * 1e3:.0f}us x{r.floor_ratio:.2f}"
+            + (f" {r.saved_bytes_per_element:.1f}B" if r.saved_bytes_per_element is not None else "")
+            for r in mine
+            if r.implementation != "sweep"
         ]
         best = sorted((r for r in mine if r.implementation == "sweep"), key=lambda r: r.ms)[:3]
         cells += [f"[{r.launch} x{r.floor_ratio:.2f}]" for r in best]
         lines.append(f"{key[0]:5} {key[1]} D{key[2]} N{key[3]} {key[4][:3]}: " + " ".join(cells))
     return "\n".join(lines)
+
+
+def memory_table(rows: list[Row]) -> str:
+    """GB that each site keeps less for backward than the diffusers form, at 64,000 tokens."""
+    kept = {(r.site, r.stream, r.implementation): r for r in rows if r.saved_bytes_per_element is not None}
+    lines = []
+    for site, stream, implementation in kept:
+        theirs = kept.get((site, stream, "diffusers"))
+        if implementation != "ours" or theirs is None:
+            continue
+        ours = kept[site, stream, "ours"].saved_bytes_per_element
+        num_elements = 64_000 * (2 if site == "qk" else 1)
+        gigabytes = ", ".join(
+            f"D{size} {(theirs.saved_bytes_per_element - ours) * num_elements * size / 1e9:.2f}"
+            for size in sorted({r.hidden_size for r in rows})
+        )
+        lines.append(
+            f"{site} {stream}: keeps {ours:.2f} bytes an element, diffusers {theirs.saved_bytes_per_element:.2f}; "
+            f"GB saved at 64,000 tokens: {gigabytes} (the paper: {PAPER_GB_SAVED})"
+        )
+    return "\n".join(lines)
+
+
+def plot_roofline(rows: list[Row], bandwidth: float, path: Path, title: str) -> None:
+    """Useful GB/s against the bytes that a call must move, a panel a site and direction; the copy is the roof."""
+    rows = [row for row in rows if row.implementation != "sweep"]
+    sites, names = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("site", "implementation"))
+    figure = Figure(figsize=(11, 1 + 3 * len(sites)), layout="constrained")
+    axes = figure.subplots(len(sites), 2, sharex=True, sharey=True, squeeze=False)
+    colors = dict(zip(names, colormaps["tab10"].colors, strict=False))
+    for panels, site in zip(axes, sites, strict=True):
+        for panel, direction in zip(panels, ("forward", "backward"), strict=True):
+            panel.axhline(bandwidth / 1e9, color="black", linewidth=1, label="copy")
+            for name, stream in product(names, STREAMS):
+                mine = [
+                    row
+                    for row in rows
+                    if (row.site, row.direction, row.implementation, row.stream) == (site, direction, name, stream)
+                ]
+                panel.scatter(
+                    [row.gb_per_s * row.ms / 1e3 for row in mine],
+                    [row.gb_per_s for row in mine],
+                    s=22,
+                    marker="o" if stream == "bf16" else "s",
+                    facecolor=colors[name] if stream == "bf16" else "none",
+                    edgecolor=colors[name],
+                    label=name if stream == "bf16" else None,
+                )
+            panel.set(title=f"{site}, {direction}", xscale="log", yscale="log")
+            panel.grid(alpha=0.3)
+    for panel in axes[:, 0]:
+        panel.set_ylabel("useful GB/s")
+    for panel in axes[-1]:
+        panel.set_xlabel("GB that the call must move")
+    figure.suptitle(f"{title}; filled: bfloat16 stream, hollow: float32")
+    handles, labels = axes[0, 1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.savefig(path, dpi=130)
 
 
 def commit() -> str:
@@ -326,7 +537,7 @@ def main() -> None:
     parser.add_argument("--sites", nargs="+", choices=SITES, default=list(SITES))
     parser.add_argument("--sweep", action="store_true", help="try every launch choice (build with --sweep first)")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="what else to measure")
-    parser.add_argument("--output", type=Path, help="write all rows as JSON")
+    parser.add_argument("--output", type=Path, help="write all rows as JSON, and beside it a roofline picture")
     args = parser.parse_args()
 
     extension = Extension(LIBRARY)
@@ -344,12 +555,13 @@ def main() -> None:
     try:
         for part in ("ours", *args.peers):
             for key in keys:
-                case = Case(*key)
+                case = make_case(*key)
                 if part == "ours":
                     rows += measure_ours(case, extension, "ours", bandwidth)
+                if part == "ours" and isinstance(case, NormCase):
                     rows += measure_ours(case, extension.variant(d_tile=True), "dtile", bandwidth, "", ("backward",))
                     rows += sweep(case, extension, bandwidth) if args.sweep else []
-                else:
+                if part != "ours":
                     for name, function in peers(case, part).items():
                         rows += measure_peer(case, function, name, bandwidth)
                     torch._dynamo.reset()
@@ -359,6 +571,10 @@ def main() -> None:
     finally:
         print(json.dumps(facts))
         print(table(rows))
+        print(memory_table(rows))
+        if args.output and rows:
+            title = f"{facts['gpu']}, {facts['date']}, {facts['commit']}"
+            plot_roofline(rows, bandwidth, args.output.with_suffix(".png"), title)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,11 @@
 // The C interface that kernels/extension.py calls. Every function returns a cudaError_t, or kNoInstance.
 #include "finish.cuh"
 #include "instances.cuh"
+#include "on_device.cuh"
 #include "scalar.cuh"
 
 namespace adaln {
 namespace {
-
-// Makes the device of the tensors current for one launch.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    error_ = cudaGetDevice(&before_);
-    if (error_ == cudaSuccess && before_ != device) {
-      error_ = cudaSetDevice(device);
-      moved_ = true;
-    }
-  }
-  ~OnDevice() {
-    if (moved_) cudaSetDevice(before_);
-  }
-  int error() const { return error_; }
-
- private:
-  int before_ = 0;
-  bool moved_ = false;
-  cudaError_t error_;
-};
 
 bool fits(const Params& p, int32_t x, int32_t y, int32_t h) {
   // A backward without a gate reads no y but may write dy, which has its dtype.
@@ -66,7 +46,7 @@ int adaln_num_multiprocessors(int device, int* count) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
-// How many blocks of the fast kernel fit on a multiprocessor.
+// How many blocks of the fast kernel a multiprocessor should have; 0 if none fits.
 int adaln_blocks_per_multiprocessor(const Params* p, int is_backward, int* count) {
   const adaln::OnDevice guard(p->device);
   return guard.error() ? guard.error() : adaln::launch_fast_rows(*p, is_backward, nullptr, count);

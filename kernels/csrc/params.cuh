@@ -1,7 +1,8 @@
 // What a launch is told. Mirrored field by field in kernels/extension.py.
 //
 // N tokens, D hidden size, G segments. A segment is a run of tokens with one modulation row. Tokens are dealt out evenly:
-// block i owns rows [i * rows_per_block, (i + 1) * rows_per_block), whatever the segments are.
+// block i owns rows [i * rows_per_block, (i + 1) * rows_per_block), whatever the segments are. In forward there may be
+// more rows than that, which are dealt out in further turns.
 #pragma once
 
 #include "device.cuh"

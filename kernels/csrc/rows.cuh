@@ -56,11 +56,23 @@ template <class T, int V> struct RowBuffer {
   }
 };
 
-// Rows of this block, dealt out evenly.
-__device__ __forceinline__ int first_row_of_block(const Params& p) { return int(blockIdx.x) * p.rows_per_block; }
-__device__ __forceinline__ int end_row_of_block(const Params& p) {
-  return min(first_row_of_block(p) + p.rows_per_block, p.num_rows);
-}
+// The rows of this block in order: `rows_per_block` neighbours, then those that many blocks further on, while there are
+// any. Where there is one such turn only, a block has neighbouring rows alone.
+struct Walk {
+  int row, left;
+
+  __device__ __forceinline__ explicit Walk(const Params& p)
+      : row(int(blockIdx.x) * p.rows_per_block), left(p.rows_per_block) {}
+
+  __device__ __forceinline__ void advance(const Params& p, int num_rows) {  // at most `left`
+    row += num_rows;
+    left -= num_rows;
+    if (left == 0) {
+      row += (int(gridDim.x) - 1) * p.rows_per_block;
+      left = p.rows_per_block;
+    }
+  }
+};
 
 // The entries of the warps that the block does not have.
 template <int size> __device__ __forceinline__ void clear(float (&sums)[size]) {
@@ -83,6 +95,7 @@ template <class X, class Y, class H, bool kAdd, int V, int R, int S> struct Forw
   using YRow = RowBuffer<Y, V>;
   static constexpr int kStages = S;
   static constexpr int kThreads = V * R <= 2 ? 640 : 512;
+  static constexpr int kBytesUnderWay = 40 * 1024;
 
   static __host__ __device__ int stage_bytes(const Params&, int num_threads) {
     return XRow::bytes(num_threads) + (kAdd ? YRow::bytes(num_threads) : 0);
@@ -101,20 +114,22 @@ template <class X, class Y, class H, bool kAdd, int V, int R, int S> struct Forw
   static __device__ __forceinline__ void run(const Params& p, unsigned char* ring) {
     __shared__ float sums[2][R * kMaxWarps];
     const Place<V> place(p.hidden_size);
-    const int bytes = stage_bytes(p, blockDim.x), end_row = end_row_of_block(p);
+    const int bytes = stage_bytes(p, blockDim.x);
     const float inverse_size = 1.0f / float(p.hidden_size);
-    int row = first_row_of_block(p), stage = 0;
+    Walk now(p), ahead(p);  // what is computed, and what is fetched
+    int stage = 0;
     clear(sums[0]);
     clear(sums[1]);
 #pragma unroll
-    for (int ahead = 0; ahead < S; ++ahead) {
-      clear_rest(ring + ahead * bytes, p, place);
-      if (row + ahead < end_row) fetch(ring + ahead * bytes, p, row + ahead, place);
+    for (int i = 0; i < S; ++i) {
+      clear_rest(ring + i * bytes, p, place);
+      if (ahead.row < p.num_rows) fetch(ring + i * bytes, p, ahead.row, place);
       commit_copies();
+      ahead.advance(p, 1);
     }
 
-    while (row < end_row) {
-      const int segment = segment_of(p, row), segment_end = min(offsets_of(p)[segment + 1], end_row);
+    while (now.row < p.num_rows) {
+      const int segment = segment_of(p, now.row), segment_end = offsets_of(p)[segment + 1];
       float gain[V][kVector], offset[V][kVector], gate[kAdd ? V : 1][kVector];
 #pragma unroll
       for (int v = 0; v < V; ++v) {
@@ -129,8 +144,8 @@ template <class X, class Y, class H, bool kAdd, int V, int R, int S> struct Forw
       }
 
 #pragma unroll 1
-      while (row < segment_end) {
-        const int num_rows = R == 1 ? 1 : min(R, segment_end - row);
+      while (now.row < segment_end) {
+        const int num_rows = R == 1 ? 1 : min(R, min(segment_end - now.row, now.left));
         wait_copies<S - R>();
         __syncwarp();  // the copies of the other lanes have arrived too
 
@@ -151,7 +166,7 @@ template <class X, class Y, class H, bool kAdd, int V, int R, int S> struct Forw
                   // Rounded as it is stored, before the statistics: backward reads the stored one.
                   x[r][v][i] = to_float(from_float<X>(x[r][v][i] + gate[v][i] * y[i]));
                 }
-                X* out = static_cast<X*>(p.x_out.data) + int64_t(row + r) * p.x_out.row_stride;
+                X* out = static_cast<X*>(p.x_out.data) + int64_t(now.row + r) * p.x_out.row_stride;
                 store_vector(out + place.column[v], x[r][v], place.active[v]);
               }
             } else {
@@ -166,8 +181,9 @@ template <class X, class Y, class H, bool kAdd, int V, int R, int S> struct Forw
 #pragma unroll
         for (int r = 0; r < R; ++r) {
           if (r < num_rows) {
-            if (row + r + S < end_row) fetch(ring + next_stage<S>(stage, r) * bytes, p, row + r + S, place);
+            if (ahead.row < p.num_rows) fetch(ring + next_stage<S>(stage, r) * bytes, p, ahead.row, place);
             commit_copies();
+            ahead.advance(p, 1);
           }
         }
 
@@ -192,7 +208,7 @@ template <class X, class Y, class H, bool kAdd, int V, int R, int S> struct Forw
         for (int r = 0; r < R; ++r) {
           if (r < num_rows) {
             const float rstd = rsqrtf(square[r] * inverse_size + p.eps);
-            H* out = static_cast<H*>(p.h.data) + int64_t(row + r) * p.h.row_stride;
+            H* out = static_cast<H*>(p.h.data) + int64_t(now.row + r) * p.h.row_stride;
 #pragma unroll
             for (int v = 0; v < V; ++v) {
               float h[kVector];
@@ -201,12 +217,12 @@ template <class X, class Y, class H, bool kAdd, int V, int R, int S> struct Forw
               store_vector(out + place.column[v], h, place.active[v]);
             }
             if (threadIdx.x == 0) {
-              p.mean[row + r] = total[r];
-              p.rstd[row + r] = rstd;
+              p.mean[now.row + r] = total[r];
+              p.rstd[now.row + r] = rstd;
             }
           }
         }
-        row += num_rows;
+        now.advance(p, num_rows);
         stage = next_stage<S>(stage, num_rows);
       }
     }
@@ -226,6 +242,7 @@ template <class X, class Y, class H, bool kGate, int V, int R, int S> struct Bac
   static constexpr int kStages = S;
   static constexpr int kSums = kGate ? 3 : 2;
   static constexpr int kThreads = V * R <= (kGate || sizeof(X) == 4 ? 1 : 2) ? 640 : 384;
+  static constexpr int kBytesUnderWay = 72 * 1024;
 
   // A stage holds mean and rstd of its row for every warp, then x, dh, y, dx_out.
   static __host__ __device__ int statistics_bytes(int num_threads) { return num_threads / 32 * 16; }
@@ -266,11 +283,13 @@ template <class X, class Y, class H, bool kGate, int V, int R, int S> struct Bac
   static __device__ __forceinline__ void run(const Params& p, unsigned char* ring) {
     __shared__ float buffers[2][2 * R * kMaxWarps];
     const Place<V> place(p.hidden_size);
-    const int bytes = stage_bytes(p, blockDim.x), end_row = end_row_of_block(p);
+    const int bytes = stage_bytes(p, blockDim.x);
     const int x_at = statistics_bytes(blockDim.x), h_at = x_at + XRow::bytes(blockDim.x);
     const int y_at = h_at + HRow::bytes(blockDim.x), x_out_at = y_at + (kGate ? YRow::bytes(blockDim.x) : 0);
     const float inverse_size = 1.0f / float(p.hidden_size);
-    int row = first_row_of_block(p), stage = 0, parity = 0;
+    int row = int(blockIdx.x) * p.rows_per_block;
+    const int end_row = min(row + p.rows_per_block, p.num_rows);
+    int stage = 0, parity = 0;
     bool is_first = true;
     clear(buffers[0]);
     clear(buffers[1]);

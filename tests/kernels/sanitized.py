@@ -12,6 +12,7 @@ import torch
 
 from adaptiveload.kernels import backends
 from adaptiveload.kernels.extension import Extension, Launch
+from tests.kernels import test_qk_norm_rope as qk
 from tests.kernels.test_adaln import make_inputs
 from tests.kernels.test_extension import ALL, MODULATED, run
 
@@ -37,4 +38,12 @@ if __name__ == "__main__":
         with backends.use(extension):
             run(Where, make_inputs(lengths, hidden_size=hidden_size), ALL)
         num_cases += 1
+    for sizes, per_head, dtype in itertools.product(
+        ((2, 64), (5, 96), (33, 8), (3, 10)), (False, True), (torch.float32, torch.bfloat16)
+    ):
+        num_heads, head_dim = sizes
+        with backends.use(extension):
+            qk.run(Where, qk.make_inputs(11, None, num_heads, head_dim, per_head=per_head, dtype=dtype))
+            qk.run(Where, qk.make_inputs(11, 7, num_heads, head_dim, per_head=per_head, rotary=False))
+        num_cases += 2
     print(f"ran {num_cases} cases")

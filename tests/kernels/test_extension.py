@@ -95,7 +95,7 @@ def test_dtypes(kernels, dtypes, names, modulation):
 
 @pytest.mark.parametrize(
     "lengths",
-    [[1], [50], [3, 0, 1, 20, 17, 0], [0, 7, 0], [1] * 40, [1009], [5] * 13],
+    [[1], [50], [3, 0, 1, 20, 17, 0], [0, 7, 0], [1] * 40, [1009], [700, 651], [5] * 13],
     ids=lambda lengths: f"{len(lengths)}x{max(lengths)}",
 )
 @pytest.mark.parametrize("hidden_size", [64, 20])

@@ -1,0 +1,397 @@
+// RMSNorm of queries and keys, and the rotation of neighbouring pairs behind it.
+//
+// A thread owns the same eight columns of every row, a block walks down its rows of q or of k. The next rows are on their
+// way to shared memory meanwhile. The norm runs over all D = heads * head_dim columns, or over each head by itself.
+#pragma once
+
+#include "device.cuh"
+
+namespace adaln {
+
+// A [rows, heads, head_dim] tensor whose last stride is 1, or none (`data` is null). Strides in elements.
+struct Heads {
+  void* data;
+  int64_t row_stride;
+  int64_t head_stride;
+};
+
+// Mirrored field by field in kernels/qk_extension.py, as are QkParams.
+struct QkSide {
+  Heads x;              // as given
+  Heads out;            // result; in backward its gradient
+  Heads dx;
+  const void* weight;   // [width]
+  void* dweight;        // [width], in the dtype of the weight
+  float* rstd;          // [rows, D / width]
+  float* partials;      // [num_blocks, width]: of the weight's gradient; null: not wanted
+  int32_t weight_dtype;
+  int32_t num_rows;
+  int32_t num_blocks;
+  int32_t unused;
+};
+
+struct QkParams {
+  QkSide sides[2];       // q, k
+  const float* rotary;   // cosine and sine [rotary_rows, head_dim / 2, 2]; null: no rotation
+  int32_t rotary_rows;   // row n of a tensor turns by row n % rotary_rows
+  int32_t num_heads;
+  int32_t head_dim;
+  int32_t width;         // columns of one norm: D or head_dim
+  int32_t rows_per_block;
+  int32_t dtype;         // of q, k and all that has their shape
+  float eps;
+  int32_t device;
+};
+
+__host__ __device__ __forceinline__ int columns_of(const QkParams& p) { return p.num_heads * p.head_dim; }
+
+// The blocks of q come first.
+__device__ __forceinline__ const QkSide& side_of(const QkParams& p, int& block) {
+  const bool is_key = block >= p.sides[0].num_blocks;
+  if (is_key) block -= p.sides[0].num_blocks;
+  return p.sides[is_key ? 1 : 0];
+}
+
+constexpr int kQkMaxThreads = 640;
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2) value += __shfl_xor_sync(kAllLanes, value, bit);
+  return value;
+}
+
+// ---- fast kernels: head_dim a multiple of 8, rows and heads aligned to 16 bytes --------------------------------------
+
+// Eight elements of each tensor and of each row on its way, copied and read by the same thread: no barrier.
+template <class T, int kTensors, int kStages> struct Ring {
+  static constexpr int kParts = sizeof(T) / 2;  // 16 bytes each
+  unsigned char* base;
+
+  static __host__ __device__ int bytes(int num_threads) { return kStages * kTensors * kParts * 16 * num_threads; }
+
+  __device__ __forceinline__ unsigned char* at(int stage, int tensor, int part) const {
+    return base + (((stage * kTensors + tensor) * kParts + part) * int(blockDim.x) + int(threadIdx.x)) * 16;
+  }
+  __device__ __forceinline__ void copy(int stage, int tensor, const T* source) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      copy_async_16(at(stage, tensor, part), source + part * 16 / int(sizeof(T)));
+    }
+  }
+  __device__ __forceinline__ void read(int stage, int tensor, float (&out)[kVector]) const {
+    alignas(16) uint4 bits[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) bits[part] = *reinterpret_cast<const uint4*>(at(stage, tensor, part));
+    load_vector(reinterpret_cast<const T*>(bits), out);
+  }
+};
+
+// Until at most `kPending` of this thread's newest groups of copies are on their way.
+template <int kPending> __device__ __forceinline__ void wait_for_copies() {
+#ifndef ADALN_EMULATE
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// Cosine and sine of a thread's four pairs.
+struct Turn {
+  float4 halves[2];
+
+  __device__ __forceinline__ void load(const QkParams& p, int rotary_row, int column_in_head) {
+    if (p.rotary == nullptr) return;
+    const float* source = p.rotary + int64_t(rotary_row) * p.head_dim + column_in_head;
+    CHECK_ALIGNED(source, 16);
+    halves[0] = reinterpret_cast<const float4*>(source)[0];
+    halves[1] = reinterpret_cast<const float4*>(source)[1];
+  }
+
+  // By the angle times `sign`.
+  __device__ __forceinline__ void apply(const QkParams& p, float (&values)[kVector], float sign) const {
+    if (p.rotary == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kVector; i += 2) {
+      const float4& half = halves[i / 4];
+      const float cosine = i % 4 == 0 ? half.x : half.z, sine = sign * (i % 4 == 0 ? half.y : half.w);
+      const float first = values[i], second = values[i + 1];
+      values[i] = first * cosine - second * sine;
+      values[i + 1] = first * sine + second * cosine;
+    }
+  }
+};
+
+template <class T, bool kPerHead, bool kBackward> struct QkWalk {
+  static constexpr int kStages = kBackward ? 3 : 4;
+  using Rows = Ring<T, kBackward ? 2 : 1, kStages>;
+
+  const QkParams& p;
+  const QkSide& side;
+  Rows ring;
+  int block, column, head, column_in_head, group, num_groups, row, end_row, rotary_row;
+  bool active, is_first_of_group;
+  // Of the row after this one; loaded early too, because all heads wait for it.
+  Turn next_turn;
+  float next_rstd;
+
+  __device__ __forceinline__ QkWalk(const QkParams& params, int flat_block, unsigned char* shared)
+      : p(params), side(side_of(params, flat_block)), ring{shared}, block(flat_block), next_turn{}, next_rstd(0.0f) {
+    column = int(threadIdx.x) * kVector;
+    active = column < columns_of(p);
+    head = column / p.head_dim;
+    column_in_head = column % p.head_dim;
+    group = kPerHead ? head : 0;
+    num_groups = kPerHead ? p.num_heads : 1;
+    is_first_of_group = active && (kPerHead ? column_in_head == 0 : threadIdx.x == 0);
+    row = block * p.rows_per_block;
+    end_row = min(row + p.rows_per_block, side.num_rows);
+    for (int stage = 0; stage < kStages; ++stage) copy(stage, row + stage);
+    rotary_row = row % p.rotary_rows;
+    load_next(row);
+  }
+
+  __device__ __forceinline__ T* at(const Heads& tensor, int row) const {
+    return static_cast<T*>(tensor.data) + row * tensor.row_stride + head * tensor.head_stride + column_in_head;
+  }
+
+  __device__ __forceinline__ void read_weight(float (&weight)[kVector]) const {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      weight[i] = active ? load_any(side.weight, side.weight_dtype, (kPerHead ? column_in_head : column) + i) : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void copy(int stage, int source) const {
+    if (active && source < end_row) {
+      ring.copy(stage, 0, at(side.x, source));
+      if constexpr (kBackward) ring.copy(stage, 1, at(side.out, source));
+    }
+    commit_copies();
+  }
+  __device__ __forceinline__ void load_next(int next) {
+    if (!active || next >= end_row) return;
+    next_turn.load(p, rotary_row, column_in_head);
+    rotary_row = rotary_row + 1 == p.rotary_rows ? 0 : rotary_row + 1;
+    if constexpr (kBackward) next_rstd = side.rstd[int64_t(next) * num_groups + group];
+  }
+  // This row of every tensor; starts the copy of the one that takes its place.
+  __device__ __forceinline__ void read(int stage, float (&x)[kVector], float (&dout)[kVector]) const {
+    wait_for_copies<kStages - 1>();
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = dout[i] = 0.0f;
+    if (active) {
+      ring.read(stage, 0, x);
+      if constexpr (kBackward) ring.read(stage, 1, dout);
+    }
+    copy(stage, row + kStages);
+  }
+
+  // The sum over what is normalised together, in a fixed order. At most one barrier; `parity` alternates.
+  __device__ __forceinline__ float sum(float value, int parity) const {
+    if constexpr (!kPerHead) {
+      __shared__ float of_warps[2][kQkMaxThreads / 32];
+      const int lane = threadIdx.x & 31;
+      value = warp_sum(value);
+      if (lane == 0) of_warps[parity][threadIdx.x >> 5] = value;
+      __syncthreads();
+      return warp_sum(lane < int(blockDim.x >> 5) ? of_warps[parity][lane] : 0.0f);
+    } else {
+      const int lanes = p.head_dim / kVector;
+      if (lanes <= 32 && (lanes & (lanes - 1)) == 0) {  // a head lies within a warp
+        for (int bit = 1; bit < lanes; bit *= 2) value += __shfl_xor_sync(kAllLanes, value, bit);
+        return value;
+      }
+      __shared__ float parts[2][kQkMaxThreads];
+      parts[parity][threadIdx.x] = value;
+      __syncthreads();
+      float total = 0.0f;
+      if (active) {
+        const float* first = parts[parity] + head * lanes;
+        for (int i = 0; i < lanes; ++i) total += first[i];
+      }
+      return total;
+    }
+  }
+};
+
+template <class T, bool kPerHead>
+__global__ void __launch_bounds__(kQkMaxThreads) qk_forward_kernel(const __grid_constant__ QkParams p) {
+  DYNAMIC_SHARED(shared);
+  using Walk = QkWalk<T, kPerHead, false>;
+  Walk walk(p, blockIdx.x, shared);
+  const QkSide& side = walk.side;
+  float weight[kVector];
+  walk.read_weight(weight);
+  const float one_over_width = 1.0f / float(p.width);
+  for (int stage = 0, parity = 0; walk.row < walk.end_row; ++walk.row, parity ^= 1) {
+    float values[kVector], none[kVector], square = 0.0f;
+    walk.read(stage, values, none);
+    const Turn turn = walk.next_turn;
+    walk.load_next(walk.row + 1);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) square += values[i] * values[i];
+    const float rstd = rsqrtf(walk.sum(square, parity) * one_over_width + p.eps);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) values[i] = values[i] * rstd * weight[i];
+    turn.apply(p, values, 1.0f);
+    store_vector(walk.at(side.out, walk.row), values, walk.active);
+    if (walk.is_first_of_group) side.rstd[int64_t(walk.row) * walk.num_groups + walk.group] = rstd;
+    stage = stage + 1 == Walk::kStages ? 0 : stage + 1;
+  }
+}
+
+// With n = x * rstd, g the gradient turned back, and u = g * weight:
+//   dx = rstd * (u - n * mean(u * n)),   dweight = sum over rows, and over heads where each has its own norm, of g * n.
+template <class T, bool kPerHead>
+__global__ void __launch_bounds__(kQkMaxThreads) qk_backward_kernel(const __grid_constant__ QkParams p) {
+  DYNAMIC_SHARED(shared);
+  using Walk = QkWalk<T, kPerHead, true>;
+  Walk walk(p, blockIdx.x, shared);
+  const QkSide& side = walk.side;
+  float weight[kVector], dweight[kVector] = {};
+  walk.read_weight(weight);
+  const float one_over_width = 1.0f / float(p.width);
+  for (int stage = 0, parity = 0; walk.row < walk.end_row; ++walk.row, parity ^= 1) {
+    float normalised[kVector], grad[kVector], along = 0.0f;
+    walk.read(stage, normalised, grad);
+    const Turn turn = walk.next_turn;
+    const float rstd = walk.next_rstd;
+    walk.load_next(walk.row + 1);
+    turn.apply(p, grad, -1.0f);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      normalised[i] *= rstd;
+      dweight[i] += grad[i] * normalised[i];
+      grad[i] *= weight[i];
+      along += grad[i] * normalised[i];
+    }
+    const float mean = walk.sum(along, parity) * one_over_width;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) grad[i] = rstd * (grad[i] - normalised[i] * mean);
+    store_vector(walk.at(side.dx, walk.row), grad, walk.active);
+    stage = stage + 1 == Walk::kStages ? 0 : stage + 1;
+  }
+  if (side.partials == nullptr) return;
+  float* partials = side.partials + int64_t(walk.block) * p.width;
+  if constexpr (!kPerHead) {
+    store_vector(partials + walk.column, dweight, walk.active);
+  } else {
+    __syncthreads();  // the ring has been read
+    float* of_heads = reinterpret_cast<float*>(shared);  // [heads, head_dim]
+    store_vector(of_heads + walk.column, dweight, walk.active);
+    __syncthreads();
+    for (int column = threadIdx.x; column < p.head_dim; column += blockDim.x) {
+      float total = 0.0f;
+      for (int head = 0; head < p.num_heads; ++head) total += of_heads[head * p.head_dim + column];
+      partials[column] = total;
+    }
+  }
+}
+
+// ---- scalar kernels: any size and alignment. A warp computes one norm. ----------------------------------------------
+
+constexpr int kQkScalarThreads = 256;
+
+struct QkNorm {
+  const QkParams& p;
+  const QkSide& side;
+  int row, group;
+
+  __device__ __forceinline__ int64_t index(const Heads& tensor, int column) const {
+    const int of_row = group * p.width + column;
+    return row * tensor.row_stride + (of_row / p.head_dim) * tensor.head_stride + of_row % p.head_dim;
+  }
+  __device__ __forceinline__ float read(const Heads& tensor, int column) const {
+    return load_any(tensor.data, p.dtype, index(tensor, column));
+  }
+  __device__ __forceinline__ float weight(int column) const { return load_any(side.weight, side.weight_dtype, column); }
+  __device__ __forceinline__ float normalised(int column, float rstd) const {
+    return read(side.x, column) * rstd * weight(column);
+  }
+  // The gradient of what was turned, turned back.
+  __device__ __forceinline__ float grad(int column) const {
+    const float value = read(side.out, column);
+    return p.rotary == nullptr ? value : turned(value, read(side.out, column ^ 1), column, -1.0f);
+  }
+  // One of a pair, whose other is given.
+  __device__ __forceinline__ float turned(float value, float other, int column, float sign) const {
+    const float* turn = p.rotary + int64_t(row % p.rotary_rows) * p.head_dim + column % p.head_dim / 2 * 2;
+    return value * turn[0] + (column % 2 == 0 ? -sign : sign) * other * turn[1];
+  }
+  __device__ __forceinline__ float& rstd() const { return side.rstd[int64_t(row) * (columns_of(p) / p.width) + group]; }
+};
+
+template <bool kBackward>
+__global__ void __launch_bounds__(kQkScalarThreads) qk_scalar_kernel(const __grid_constant__ QkParams p) {
+  const QkSide& side = p.sides[blockIdx.y];
+  const int lane = threadIdx.x & 31, num_warps = kQkScalarThreads / 32, num_groups = columns_of(p) / p.width;
+  const int64_t num_norms = int64_t(side.num_rows) * num_groups;
+  for (int64_t i = int64_t(blockIdx.x) * num_warps + (threadIdx.x >> 5); i < num_norms; i += gridDim.x * num_warps) {
+    const QkNorm norm{p, side, int(i / num_groups), int(i % num_groups)};
+    float total = 0.0f;
+    if constexpr (!kBackward) {
+      for (int column = lane; column < p.width; column += 32) {
+        const float x = norm.read(side.x, column);
+        total += x * x;
+      }
+      const float rstd = 1.0f / sqrtf(warp_sum(total) / float(p.width) + p.eps);
+      if (lane == 0) norm.rstd() = rstd;
+      for (int column = lane; column < p.width; column += 32) {
+        float value = norm.normalised(column, rstd);
+        if (p.rotary != nullptr) value = norm.turned(value, norm.normalised(column ^ 1, rstd), column, 1.0f);
+        store_any(side.out.data, p.dtype, norm.index(side.out, column), value);
+      }
+    } else {
+      const float rstd = norm.rstd();
+      for (int column = lane; column < p.width; column += 32) {
+        total += norm.grad(column) * norm.normalised(column, rstd);
+      }
+      const float mean = warp_sum(total) / float(p.width);
+      for (int column = lane; column < p.width; column += 32) {
+        const float n = norm.read(side.x, column) * rstd;
+        const float dx = rstd * (norm.grad(column) * norm.weight(column) - n * mean);
+        store_any(side.dx.data, p.dtype, norm.index(side.dx, column), dx);
+      }
+    }
+  }
+}
+
+// The weight's gradient for the scalar path: grid (column tile, block of rows), a thread is bound to one column.
+constexpr int kQkColumnThreads = 128;
+
+__global__ void __launch_bounds__(kQkColumnThreads) qk_column_kernel(const __grid_constant__ QkParams p) {
+  int block = blockIdx.y;
+  const QkSide& side = side_of(p, block);
+  const int column = blockIdx.x * kQkColumnThreads + threadIdx.x;
+  if (column >= p.width) return;
+  const int end_row = min((block + 1) * p.rows_per_block, side.num_rows);
+  float total = 0.0f;
+  for (int row = block * p.rows_per_block; row < end_row; ++row) {
+    for (int group = 0; group < columns_of(p) / p.width; ++group) {
+      const QkNorm norm{p, side, row, group};
+      total += norm.grad(column) * norm.read(side.x, column) * norm.rstd();
+    }
+  }
+  side.partials[int64_t(block) * p.width + column] = total;
+}
+
+// ---- the end of backward: add what the blocks left, in a fixed order. Grid (column tile, q or k). --------------------
+
+constexpr int kQkFinishSide = 32;
+
+__global__ void __launch_bounds__(kQkFinishSide* kQkFinishSide) qk_finish_kernel(const __grid_constant__ QkParams p) {
+  __shared__ float parts[kQkFinishSide][kQkFinishSide];
+  const QkSide& side = p.sides[blockIdx.y];
+  const int column = blockIdx.x * kQkFinishSide + threadIdx.x;
+  float total = 0.0f;
+  if (column < p.width) {
+    for (int block = threadIdx.y; block < side.num_blocks; block += kQkFinishSide) {
+      total += side.partials[int64_t(block) * p.width + column];
+    }
+  }
+  parts[threadIdx.y][threadIdx.x] = total;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= p.width) return;
+  for (int i = 1; i < kQkFinishSide; ++i) total += parts[i][threadIdx.x];
+  store_any(side.dweight, side.weight_dtype, column, total);
+}
+
+}  // namespace adaln
