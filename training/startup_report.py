@@ -64,12 +64,12 @@ def warnings(schedule: Schedule, ranks: int) -> list[str]:
     ids = schedule.train_ids
     costs = schedule.history.initial.sample_us(schedule.table.num_tokens[ids], schedule.table.text_len[ids])
     enough, given = enough_samples_per_step(costs, ranks), schedule.settings.samples_per_step
-    if given >= enough or int(schedule.settings.lookahead) > 1:
+    if given >= enough or int(schedule.settings.lookahead) % ranks == 0:  # whole cohorts are level at any step size
         return []
     text = (
         "WARNING: the work of a rank in a step is under twice the dearest sample, so ranks will wait: "
         f"schedule.samples_per_step={given} is small for {ranks} ranks, {enough} would do "
-        "(or schedule.lookahead=auto, or fewer ranks)"
+        f"(or schedule.lookahead={ranks} from the start of the run on, or fewer ranks)"
     )
     return [text]
 
