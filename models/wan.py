@@ -10,7 +10,8 @@ modulation row), `M` = B * text_len context rows.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from einops import rearrange
@@ -30,6 +31,7 @@ from adaptiveload.models.layers import (
 )
 from adaptiveload.models.packing import PackedBatch, pad_text
 from adaptiveload.models.rope import rotary_table
+from adaptiveload.models.sharded import draw_whole
 
 RECOMPUTE_LEVELS = ("none", "full")
 
@@ -54,7 +56,10 @@ class WanConfig:
         cross_attn_norm: Only True, likewise.
         rope_max_seq_len: Most tokens along one axis.
         residual_fp32: Keep the residual stream in float32 (as Wan was trained), or in the dtype of the weights.
+        pretrained: Folder of weights to start from, see `models/pretrained.py`; None draws new ones.
     """
+
+    diffusers_class: ClassVar[str] = "WanTransformer3DModel"
 
     patch_size: tuple[int, int, int] = (1, 2, 2)
     num_attention_heads: int = 12
@@ -71,6 +76,7 @@ class WanConfig:
     cross_attn_norm: bool = True
     rope_max_seq_len: int = 1024
     residual_fp32: bool = True
+    pretrained: str | None = None
 
     def __post_init__(self) -> None:
         self.patch_size = tuple(self.patch_size)
@@ -110,7 +116,8 @@ class WanConfig:
     def to_diffusers(self) -> dict[str, Any]:
         """Arguments of `diffusers.WanTransformer3DModel`; what diffusers does not know is left out."""
         values = asdict(self)
-        del values["text_len"], values["residual_fp32"]
+        for name in ("text_len", "residual_fp32", "pretrained"):
+            del values[name]
         return values
 
     @classmethod
@@ -250,28 +257,29 @@ class WanTransformer(nn.Module):
     def init_weights(self) -> None:
         """Initialise for training from scratch, as Wan's own code does: the output of the new model is zero.
 
+        One parameter after the other is drawn whole on the CPU, so that a sharded model starts with the same weights
+        on any number of ranks and no rank holds them all. On the meta device nothing happens.
+
         Source: Wan2.1 wan/modules/model.py, `WanModel.init_weights`.
         """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-        for embedder in (self.condition_embedder["time_embedder"], self.condition_embedder["text_embedder"]):
-            nn.init.normal_(embedder.linear_1.weight, std=0.02)
-            nn.init.normal_(embedder.linear_2.weight, std=0.02)
-        patch = self.patch_embedding
-        bound = (6 / (patch.weight[0].numel() + len(patch.weight))) ** 0.5  # Xavier of the flattened kernel
-        nn.init.uniform_(patch.weight, -bound, bound)
-        nn.init.zeros_(patch.bias)
-        for table in (*self.modulation.blocks, self.modulation.head):
-            nn.init.normal_(table, std=self.config.hidden_size**-0.5)
-        for block in self.blocks:
-            for attention in (block.attn1, block.attn2):
-                nn.init.ones_(attention.norm_q.weight)
-                nn.init.ones_(attention.norm_k.weight)
-        nn.init.zeros_(self.proj_out.weight)
+        for name, parameter in self.named_parameters():
+            draw_whole(parameter, partial(self._draw, name))
+
+    def _draw(self, name: str, weight: torch.Tensor) -> None:
+        if name.endswith(".bias") or name == "proj_out.weight":
+            weight.zero_()
+        elif "norm" in name:
+            weight.fill_(1)
+        elif name.startswith("modulation."):
+            weight.normal_(std=self.config.hidden_size**-0.5)
+        elif "time_embedder" in name or "text_embedder" in name:
+            weight.normal_(std=0.02)
+        else:
+            nn.init.xavier_uniform_(weight.flatten(1))  # a view; the patch embedding's kernel is flattened
+
+    def diffusers_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by their names in diffusers."""
+        return {diffusers_name(name): parameter for name, parameter in self.named_parameters()}
 
     def fsdp_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """What `fully_shard` should wrap before the whole model: modules of one float32 unit, and the blocks.

@@ -195,7 +195,7 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         "schedule.order_block_size": config.schedule.order_block_size,
         "schedule.lookahead": lookahead,
         "data.held_out_share": config.data.held_out_share,
-        "model": json.loads(json.dumps(asdict(config.model))),
+        "model": json.loads(json.dumps(asdict(replace(config.model, pretrained=None)))),
     }
     if isinstance(policy, BucketPolicy):
         # Every rank fills buckets of its own there: which samples a step holds depends on these too.
@@ -237,7 +237,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
             schedule.corpus.verify()
     ranks.barrier()
 
-    model, timer, optimizer = build_model(config, ranks)
+    model, timer, optimizer = build_model(config, ranks, is_resumed=resume_from is not None)
     ema = Ema(model, config.ema)
     checkpointer = Checkpointer(folder, config.checkpoint, ranks, model, optimizer, ema)
     first_step, num_lost = 0, 0

@@ -75,3 +75,8 @@ def model() -> WanTransformer:
 @pytest.fixture
 def samples(config) -> list[PackedSample]:
     return make_samples(config)
+
+
+@pytest.fixture
+def make_wan():
+    return make_model

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import warnings
 
+from tests.launching import environment
+
 WORLD_SIZE = 2
 
 
 def test_two_processes_agree_with_the_unsharded_model(tmp_path):
     command = [sys.executable, __file__, str(tmp_path / "rendezvous")]
     workers = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        )
         for rank in range(WORLD_SIZE)
     ]
     try:
