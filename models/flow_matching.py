@@ -35,6 +35,8 @@ class FlowMatchingConfig:
         shift: Shift of sigma for a sample of `shift_tokens` tokens; it grows with sqrt(tokens) and is never below 1.
         shift_tokens: Tokens at which `shift` holds. The defaults give Wan's own 3 at 81x480x832 and 4.6 at 81x720x1280.
         text_dropout: Share of samples that are trained with the null text, for classifier-free guidance.
+        clean_first_frame: Share of clips whose first latent frame is given and not predicted: image-to-video, as
+            Wan 2.2 TI2V is used. It needs no new weights.
     """
 
     logit_mean: float = 0.0
@@ -43,9 +45,10 @@ class FlowMatchingConfig:
     shift: float = 3.0
     shift_tokens: int = 32_760
     text_dropout: float = 0.1
+    clean_first_frame: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("uniform_share", "text_dropout"):
+        for name in ("uniform_share", "text_dropout", "clean_first_frame"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"objective.{name} is {getattr(self, name)}; it is a share and lies in [0, 1]")
         for name in ("logit_std", "shift", "shift_tokens"):
@@ -60,11 +63,13 @@ class Draw(NamedTuple):
         sigma: Noise level in [0, 1].
         drops_text: Whether the null text replaces the caption.
         noise: float32, in the latent layout [C, f, h, w].
+        clean_frames: First latent frames that are given, not predicted; 0 for a picture.
     """
 
     sigma: float
     drops_text: bool
     noise: np.ndarray
+    clean_frames: int
 
 
 def sample_generator(seed: int, source: str, key: str, epoch: int, repeat: int) -> np.random.Generator:
@@ -99,23 +104,30 @@ def draw_sigma(rng: np.random.Generator, num_tokens: int, config: FlowMatchingCo
 
 
 def draw(rng: np.random.Generator, latent_size: Sequence[int], num_tokens: int, config: FlowMatchingConfig) -> Draw:
-    """Noise level, text dropout and noise of one sample, always in this order.
+    """Noise level, text dropout, noise and clean frames of one sample, always in this order.
 
     Args:
         rng: From `sample_generator`, fresh.
         latent_size: C, f, h, w of the sample's latents.
         num_tokens: S of the sample.
-        config: Distribution of the noise level, and the share of dropped texts.
+        config: Distribution of the noise level, and the shares of dropped texts and of clean first frames.
     """
     sigma = draw_sigma(rng, num_tokens, config)
     drops_text = bool(rng.random() < config.text_dropout)
-    return Draw(sigma, drops_text, rng.standard_normal(tuple(latent_size), dtype=np.float32))
+    noise = rng.standard_normal(tuple(latent_size), dtype=np.float32)
+    is_given = rng.random() < config.clean_first_frame and latent_size[1] > 1
+    return Draw(sigma, drops_text, noise, int(is_given))
+
+
+def token_sigma(batch: PackedBatch) -> torch.Tensor:
+    """Noise level of every token: float32 [N, 1] on the device of the batch."""
+    lengths = to_device(batch.segment_offsets.diff(), batch.sigma.device)
+    return batch.sigma.repeat_interleave(lengths, output_size=batch.num_tokens).unsqueeze(1)
 
 
 def noisy_latents(batch: PackedBatch) -> torch.Tensor:
-    """x_t of every token: float32 [N, token_size] on the device of the batch."""
-    lengths = to_device(batch.seq_offsets.diff(), batch.sigma.device)
-    sigma = batch.sigma.repeat_interleave(lengths, output_size=batch.num_tokens).unsqueeze(1)  # [N, 1]
+    """x_t of every token, which of given ones is the clean latent: float32 [N, token_size] on the batch's device."""
+    sigma = token_sigma(batch)
     return (1 - sigma) * batch.latents + sigma * batch.noise
 
 
@@ -125,7 +137,7 @@ def velocity_target(batch: PackedBatch) -> torch.Tensor:
 
 
 def timesteps(batch: PackedBatch) -> torch.Tensor:
-    """float32 [B] in [0, 1000]. Never rounded to bfloat16, in which 998.4 is 1000."""
+    """Of each segment, float32 [G] in [0, 1000]. Never rounded to bfloat16, in which 998.4 is 1000."""
     return TIMESTEP_SCALE * batch.sigma
 
 
@@ -150,7 +162,8 @@ def weighted_loss_sum(batch: PackedBatch, velocity: torch.Tensor) -> torch.Tenso
     """Sum of w_i * l_i over the real samples of a micro-batch: a float32 scalar, never a mean.
 
     Divide by the weights of the whole step; a mean per micro-batch would make a sample's weight depend on its
-    neighbours. Fillers are cut away before any arithmetic, so that not even a NaN of theirs reaches a gradient. With
+    neighbours. l_i is the mean over the elements that the sample predicts: given frames are left out of it, and w_i
+    stays. Fillers are cut away before any arithmetic, so that not even a NaN of theirs reaches a gradient. With
     nothing but fillers the result is a zero that still depends on `velocity`, so that backward runs on every rank.
 
     Args:
@@ -159,11 +172,14 @@ def weighted_loss_sum(batch: PackedBatch, velocity: torch.Tensor) -> torch.Tenso
     """
     if all(batch.is_filler):
         return velocity[:0].float().sum()
-    target, lengths, weights = velocity_target(batch), batch.seq_offsets.diff(), batch.weights
-    if any(batch.is_filler):
-        is_real = torch.tensor([not is_filler for is_filler in batch.is_filler])
-        velocity, target = (_select(tokens, lengths, is_real) for tokens in (velocity, target))
-        lengths, weights = lengths[is_real], weights[is_real]
+    # Every sample has exactly one segment that is not clean.
+    lengths, weights = batch.segment_offsets.diff(), batch.weights
+    samples = iter(batch.is_filler)
+    counts = torch.tensor([not is_clean and not next(samples) for is_clean in batch.is_clean])
+    target = velocity_target(batch)
+    if not counts.all():
+        velocity, target = (_select(tokens, lengths, counts) for tokens in (velocity, target))
+        lengths, weights = lengths[counts], weights[~torch.tensor(batch.is_filler)]
     seq_offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     losses = per_sample_loss(velocity, target, seq_offsets)
     return (losses * to_device(weights.float(), losses.device)).sum()

@@ -1,4 +1,4 @@
-"""Wan 2.1's text-to-video transformer over packed samples of any shapes.
+"""Wan's transformer, 2.1 T2V and 2.2 TI2V, over packed samples of any shapes.
 
 Weights are those of `diffusers.WanTransformer3DModel`, under the same names. Float32 whatever the weights are:
 timestep, time embedding, modulation, gates, statistics of norms, rotary angles, the residual stream (a switch), and
@@ -56,6 +56,7 @@ class WanConfig:
         cross_attn_norm: Only True, likewise.
         rope_max_seq_len: Most tokens along one axis.
         residual_fp32: Keep the residual stream in float32 (as Wan was trained), or in the dtype of the weights.
+        spatial_stride: Pixels in one latent row or column of the VAE: 8, and 16 for Wan 2.2 TI2V's.
         pretrained: Folder of weights to start from, see `models/pretrained.py`; None draws new ones.
     """
 
@@ -76,6 +77,7 @@ class WanConfig:
     cross_attn_norm: bool = True
     rope_max_seq_len: int = 1024
     residual_fp32: bool = True
+    spatial_stride: int = 8
     pretrained: str | None = None
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class WanConfig:
             "ffn_dim",
             "num_layers",
             "text_len",
+            "spatial_stride",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
@@ -116,7 +119,7 @@ class WanConfig:
     def to_diffusers(self) -> dict[str, Any]:
         """Arguments of `diffusers.WanTransformer3DModel`; what diffusers does not know is left out."""
         values = asdict(self)
-        for name in ("text_len", "residual_fp32", "pretrained"):
+        for name in ("text_len", "residual_fp32", "spatial_stride", "pretrained"):
             del values[name]
         return values
 
@@ -227,7 +230,7 @@ class WanBlock(nn.Module):
 
 
 class WanTransformer(nn.Module):
-    """Wan 2.1 text-to-video transformer; a new one is initialised for training from scratch.
+    """Wan 2.1 T2V or 2.2 TI2V transformer; a new one is initialised for training from scratch.
 
     State dicts have the keys of `diffusers.WanTransformer3DModel` and load both ways. Parameter names differ in the
     modulation tables alone; `diffusers_name` translates. `torch.distributed.checkpoint.state_dict` looks keys up as

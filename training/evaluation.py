@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adaptiveload.data.corpus import Corpus
-from adaptiveload.models.flow_matching import noisy_latents, per_sample_loss, timesteps, velocity_target
+from adaptiveload.models.flow_matching import noisy_latents, per_sample_loss, timesteps, token_sigma, velocity_target
 from adaptiveload.models.packing import PackedBatch
 from adaptiveload.models.wan import WanTransformer
 from adaptiveload.scheduling.cost import CostModel
@@ -117,7 +117,7 @@ class HeldOut:
         variance = (second / count).repeat_interleave(size // channels) - mean.square()
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in self._batches():
-            sigma = batch.sigma.double().repeat_interleave(batch.seq_offsets.diff().long())[:, None]
+            sigma = token_sigma(batch).double()
             slope = (sigma - (1 - sigma) * variance) / ((1 - sigma).square() * variance + sigma.square())
             predicted = -mean + slope * (noisy_latents(batch).double() - (1 - sigma) * mean)
             sums += _sum_real(batch, per_sample_loss(predicted, velocity_target(batch), batch.seq_offsets))

@@ -120,7 +120,7 @@ class Run:
 
 def model_geometry(model: WanConfig) -> LatentGeometry:
     """Geometry of the latents that `model` takes."""
-    return LatentGeometry(channels=model.in_channels, patch=tuple(model.patch_size))
+    return LatentGeometry(model.in_channels, spatial_stride=model.spatial_stride, patch=tuple(model.patch_size))
 
 
 def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: dict[str, object] | None) -> Schedule:
@@ -141,7 +141,8 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
     if corpus.info.geometry != geometry:
         raise ValueError(
             f"{paths}: latents of {corpus.info.geometry}, but model.in_channels="
-            f"{config.model.in_channels} and model.patch_size={list(config.model.patch_size)} take {geometry}"
+            f"{config.model.in_channels}, model.patch_size={list(config.model.patch_size)} and "
+            f"model.spatial_stride={config.model.spatial_stride} take {geometry}"
         )
     if corpus.info.text_dim != config.model.text_dim:
         raise ValueError(f"{paths}: text_dim {corpus.info.text_dim}, but model.text_dim={config.model.text_dim}")

@@ -173,6 +173,7 @@ class StreamDataset(IterableDataset[StreamItem | StreamLoss | ShardEnd]):
             latents=patchify(torch.from_numpy(sample.latents), self.geometry.patch),
             noise=patchify(torch.from_numpy(drawn.noise), self.geometry.patch),
             sigma=drawn.sigma,
+            clean_frames=drawn.clean_frames,
             text=torch.from_numpy(self.null_text if drawn.drops_text else sample.text),
         )
 

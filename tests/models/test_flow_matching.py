@@ -1,6 +1,7 @@
 """Keyed random numbers, the distribution of noise levels, and the loss that leaves fillers out."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,6 +96,43 @@ def test_text_dropout_share():
     config = FlowMatchingConfig(text_dropout=0.25)
     dropped = [draw(sample_generator(0, "s", str(key), 0, 0), (1,), 1, config).drops_text for key in range(4000)]
     assert np.mean(dropped) == pytest.approx(0.25, abs=0.028)  # four standard errors
+
+
+def test_clean_first_frames_of_clips_alone():
+    config = FlowMatchingConfig(clean_first_frame=0.25)
+    draws = [draw(sample_generator(0, "s", str(key), 0, 0), (1, 2, 1, 1), 1, config) for key in range(4000)]
+    assert np.mean([drawn.clean_frames for drawn in draws]) == pytest.approx(0.25, abs=0.028)  # four standard errors
+    always = FlowMatchingConfig(clean_first_frame=1)
+    assert draw(sample_generator(**KEY), (1, 1, 2, 2), 1, always).clean_frames == 0, (
+        "of a picture nothing would be left"
+    )
+    # Other numbers do not move with it.
+    assert draw(sample_generator(**KEY), (1, 2, 2, 2), 1, always).sigma == pytest.approx(
+        draw(sample_generator(**KEY), (1, 2, 2, 2), 1, FlowMatchingConfig()).sigma
+    )
+
+
+def test_given_frames_stay_clean_and_out_of_the_loss(samples):
+    samples = [replace(s, clean_frames=s.grid[0] - 1) for s in samples]
+    batch = pack(samples)
+    noisy, target = noisy_latents(batch), velocity_target(batch)
+    velocity = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(0))
+    times = dict(zip(batch.segment_offsets.tolist(), timesteps(batch).tolist(), strict=False))
+    start, expected = 0, 0.0
+    for row, sample_id in enumerate(batch.sample_ids):
+        sample = samples[sample_id]
+        end, given = start + len(sample.latents), sample.clean_frames * sample.grid[1] * sample.grid[2]
+        assert torch.equal(noisy[start : start + given], sample.latents[:given])
+        assert not torch.equal(noisy[start + given : end], sample.latents[given:])
+        if given:
+            assert times[start] == 0
+        assert times[start + given] == 1000 * torch.tensor(sample.sigma)
+        error = (velocity - target)[start + given : end].square().mean()
+        expected += batch.weights[row].float() * error
+        start = end
+    torch.testing.assert_close(weighted_loss_sum(batch, velocity), expected, rtol=1e-6, atol=0)  # another order of sums
+    with pytest.raises(ValueError, match="3 clean frames of 3"):
+        pack([replace(samples[1], clean_frames=3)])
 
 
 @pytest.mark.parametrize(
