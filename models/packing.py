@@ -66,13 +66,13 @@ class PackedSample:
 def filler_sample(
     grid: Grid, token_size: int, text_dim: int, *, key: str = "filler", sample_id: int = -1
 ) -> PackedSample:
-    """A sample of zeros that keeps a rank in step with the others and counts for nothing.
+    """A sample of zeros, one text row among them, that keeps a rank in step with the others and counts for nothing.
 
     Its values are finite on purpose: the loss leaves fillers out, but a weight gradient sums over all tokens, and
     0 * NaN is NaN. Name the `key` and `sample_id` that it stands in for, if any.
     """
     zeros = torch.zeros(grid[0] * grid[1] * grid[2], token_size)
-    text = torch.zeros(0, text_dim)
+    text = torch.zeros(1, text_dim)
     return PackedSample(key, grid, zeros, zeros, 0.5, text, weight=0.0, sample_id=sample_id, is_filler=True)
 
 

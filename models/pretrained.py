@@ -187,7 +187,7 @@ def _check_config(folder: Path, config: Any) -> None:
     config.from_diffusers(theirs)  # has a word on what the model cannot do
     differing = [key for key, value in ours.items() if key in theirs and theirs[key] != value]
     if differing:
-        pairs = "; ".join(f"{key} is {theirs[key]}, model.{key}={ours[key]}" for key in differing)
+        pairs = "; ".join(f"{key} is {theirs[key]}, the run's model has {ours[key]}" for key in differing)
         raise ValueError(f"{folder}/config.json: {pairs}. Set the run's model to the folder's sizes, or take another")
 
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from adaptiveload.models.architectures import VideoTransformer
 from adaptiveload.models.flow_matching import FlowMatchingConfig, noise_shift, sample_generator
 from adaptiveload.models.packing import Grid, PackedBatch, PackedSample, pack, patchify, unpatchify
-from adaptiveload.models.wan import WanTransformer
 
 
 @torch.no_grad()
 def euler_sample(
-    model: WanTransformer,
+    model: VideoTransformer,
     grids: Sequence[Grid],
     texts: Sequence[torch.Tensor],
     null_text: torch.Tensor,
@@ -73,7 +73,7 @@ def euler_sample(
     return [unpatchify(clean.cpu(), grid, patch) for clean, grid in zip(tokens, grids, strict=True)]
 
 
-def _initial_noise(model: WanTransformer, grid: Grid, seed: int) -> torch.Tensor:
+def _initial_noise(model: VideoTransformer, grid: Grid, seed: int) -> torch.Tensor:
     """Gaussian tokens float32 [S, token_size], drawn in the latent layout as in training."""
     patch = model.config.patch_size
     latent_size = (model.config.out_channels, *(count * size for count, size in zip(grid, patch, strict=True)))
@@ -112,7 +112,7 @@ def _conditions(
 
 
 def _velocities(
-    model: WanTransformer,
+    model: VideoTransformer,
     batch: PackedBatch,
     tokens: list[torch.Tensor],
     timesteps: list[torch.Tensor],

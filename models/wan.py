@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptiveload.kernels.adaln import adaln
 from adaptiveload.models.attention import AttentionBatch, attention_batches
+from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
 from adaptiveload.models.layers import (
     Attention,
     FeedForward,
@@ -33,67 +34,31 @@ from adaptiveload.models.packing import PackedBatch, pad_text
 from adaptiveload.models.rope import rotary_table
 from adaptiveload.models.sharded import draw_whole
 
-RECOMPUTE_LEVELS = ("none", "full")
-
 
 @dataclass
-class WanConfig:
+class WanConfig(ModelConfig):
     """Sizes of a Wan transformer, named as in diffusers; the defaults are Wan 2.1 T2V-1.3B.
 
     Attributes:
-        patch_size: Latent frames, rows and columns in one token.
-        num_attention_heads: Heads; times `attention_head_dim` gives the hidden size.
-        attention_head_dim: Dims of one head.
-        in_channels: Latent channels going in.
-        out_channels: Latent channels coming out.
-        text_dim: Dims of one text row.
         freq_dim: Dims of the timestep's sinusoid.
         ffn_dim: Inner dims of the feed-forward part.
-        num_layers: Blocks.
-        text_len: Text rows per sample. Shorter texts are padded with zeros that are attended, as Wan was trained.
-        eps: Of all norms.
-        qk_norm: Only "rms_norm_across_heads", which all released Wan 2.1 weights use.
+        qk_norm: Only "rms_norm_across_heads", which all released Wan weights use.
         cross_attn_norm: Only True, likewise.
         rope_max_seq_len: Most tokens along one axis.
-        residual_fp32: Keep the residual stream in float32 (as Wan was trained), or in the dtype of the weights.
-        spatial_stride: Pixels in one latent row or column of the VAE: 8, and 16 for Wan 2.2 TI2V's.
-        pretrained: Folder of weights to start from, see `models/pretrained.py`; None draws new ones.
     """
 
     diffusers_class: ClassVar[str] = "WanTransformer3DModel"
 
-    patch_size: tuple[int, int, int] = (1, 2, 2)
-    num_attention_heads: int = 12
-    attention_head_dim: int = 128
-    in_channels: int = 16
-    out_channels: int = 16
-    text_dim: int = 4096
     freq_dim: int = 256
     ffn_dim: int = 8960
-    num_layers: int = 30
-    text_len: int = 512
-    eps: float = 1e-6
     qk_norm: str = "rms_norm_across_heads"
     cross_attn_norm: bool = True
     rope_max_seq_len: int = 1024
-    residual_fp32: bool = True
-    spatial_stride: int = 8
-    pretrained: str | None = None
 
     def __post_init__(self) -> None:
-        self.patch_size = tuple(self.patch_size)
-        for name in (
-            "num_attention_heads",
-            "in_channels",
-            "out_channels",
-            "text_dim",
-            "ffn_dim",
-            "num_layers",
-            "text_len",
-            "spatial_stride",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        super().__post_init__()
+        if self.ffn_dim < 1:
+            raise ValueError(f"model.ffn_dim={self.ffn_dim} must be at least 1")
         if self.qk_norm != "rms_norm_across_heads" or not self.cross_attn_norm:
             raise ValueError(
                 f"qk_norm {self.qk_norm!r} with cross_attn_norm {self.cross_attn_norm} is not supported; "
@@ -106,20 +71,10 @@ class WanConfig:
         if self.freq_dim % 2:
             raise ValueError(f"freq_dim {self.freq_dim} must be even: half cosines, half sines")
 
-    @property
-    def hidden_size(self) -> int:
-        """D."""
-        return self.num_attention_heads * self.attention_head_dim
-
-    @property
-    def patch_volume(self) -> int:
-        """Latent positions in one token; times the channels gives the token size."""
-        return self.patch_size[0] * self.patch_size[1] * self.patch_size[2]
-
     def to_diffusers(self) -> dict[str, Any]:
         """Arguments of `diffusers.WanTransformer3DModel`; what diffusers does not know is left out."""
         values = asdict(self)
-        for name in ("text_len", "residual_fp32", "spatial_stride", "pretrained"):
+        for name in ("architecture", "text_len", "residual_fp32", "spatial_stride", "pretrained"):
             del values[name]
         return values
 

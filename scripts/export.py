@@ -1,4 +1,4 @@
-"""Write a run's weights as a diffusers transformer folder, for `WanTransformer3DModel.from_pretrained`.
+"""Write a run's weights as a diffusers transformer folder, for `VideoTransformer3DModel.from_pretrained`.
 
     python -m scripts.export --run runs/quickstart --output exported --ema
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from adaptiveload.models.architectures import new_transformer
 from adaptiveload.models.pretrained import MAX_FILE_BYTES, save_pretrained
-from adaptiveload.models.wan import WanTransformer
 from adaptiveload.training.checkpoint import latest, read_state
 from adaptiveload.training.config import load_config
 
@@ -37,7 +37,7 @@ def export_run(run_dir: Path, output: Path, *, ema: bool, max_file_bytes: int = 
     if checkpoint is None:
         raise ValueError(f"{run_dir}/checkpoints holds no checkpoint: train first")
     with torch.device("meta"):
-        model = WanTransformer(config.model)
+        model = new_transformer(config.model)
     ours = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = model.diffusers_parameters()
     kind = "ema" if ema else "model"

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adaptiveload.data.corpus import Corpus
+from adaptiveload.models.architectures import VideoTransformer
 from adaptiveload.models.flow_matching import noisy_latents, per_sample_loss, timesteps, token_sigma, velocity_target
 from adaptiveload.models.packing import PackedBatch
-from adaptiveload.models.wan import WanTransformer
 from adaptiveload.scheduling.cost import CostModel
 from adaptiveload.scheduling.planner import plan_step
 from adaptiveload.training.distributed import Ranks, reshard
@@ -72,7 +72,7 @@ class HeldOut:
         repeats = np.repeat(np.arange(config.repeats), len(chosen))
         self.num_draws = len(drawn)
         table = corpus.table
-        tokens = table.num_tokens[drawn]
+        tokens = table.computed_tokens(drawn)
         costs = cost_model.sample_us(tokens, table.text_len[drawn])
         limit = max(memory_limit_tokens, int(tokens.max(initial=1)))
         plan = plan_step(costs.tolist(), tokens.tolist(), ranks.world_size, limit) if len(drawn) else None
@@ -85,7 +85,7 @@ class HeldOut:
         ]
 
     @torch.no_grad()
-    def loss(self, model: WanTransformer) -> float:
+    def loss(self, model: VideoTransformer) -> float:
         """Mean over held-out draws of the per-sample loss. All ranks must call it together."""
         reshard(model)  # gathered copies may be of other weights than those swapped in or trained on
         sums = torch.zeros(2, dtype=torch.float64)

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from adaptiveload.models.architectures import VideoTransformer, new_transformer
 from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
 from adaptiveload.models.packing import PackedBatch
 from adaptiveload.models.pretrained import load_pretrained
-from adaptiveload.models.wan import WanTransformer
 from adaptiveload.training.distributed import Ranks, set_meeting, shard_model
 from adaptiveload.training.optimizer import build_optimizer
 from adaptiveload.training.step_timer import StepTimer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def build_model(
     config: "RunConfig", ranks: Ranks, *, is_resumed: bool = False
-) -> tuple[WanTransformer, StepTimer, torch.optim.AdamW]:
+) -> tuple[VideoTransformer, StepTimer, torch.optim.AdamW]:
     """The sharded model of a run, the timer on its blocks, and its optimizer.
 
     Each rank holds only its shards at any time: the model is laid out without memory, sharded, and then read from
@@ -28,7 +28,7 @@ def build_model(
         ValueError: If `model.pretrained` cannot be read or is not of this model.
     """
     with torch.device("meta"):
-        model = WanTransformer(config.model)
+        model = new_transformer(config.model)
     shard_model(model, ranks, config.precision)
     model.to_empty(device=ranks.device)
     if config.model.pretrained is not None and not is_resumed:
@@ -42,7 +42,7 @@ def build_model(
 
 
 def run_micro_batch(
-    model: WanTransformer,
+    model: VideoTransformer,
     timer: StepTimer,
     batch: PackedBatch,
     *,

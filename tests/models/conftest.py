@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from adaptiveload.models.mmdit import MMDiTConfig, VideoMMDiT
 from adaptiveload.models.packing import PackedSample
 from adaptiveload.models.wan import WanConfig, WanTransformer
 
@@ -37,6 +38,22 @@ def randomize(model: torch.nn.Module, seed: int = 0, std: float = 0.1) -> None:
 
 def make_model(**changes) -> WanTransformer:
     model = WanTransformer(make_config(**changes))
+    randomize(model)
+    return model
+
+
+def make_mmdit_model(**changes) -> VideoMMDiT:
+    sizes = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 24,
+        "axes_dims_rope": (4, 10, 10),
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "num_layers": 3,
+        "text_len": 8,
+    }
+    model = VideoMMDiT(MMDiTConfig(**(sizes | changes)))
     randomize(model)
     return model
 
@@ -80,3 +97,8 @@ def samples(config) -> list[PackedSample]:
 @pytest.fixture
 def make_wan():
     return make_model
+
+
+@pytest.fixture
+def make_mmdit():
+    return make_mmdit_model
