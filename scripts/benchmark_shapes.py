@@ -153,7 +153,7 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: f
     for number, level in enumerate(levels):
         scan = Scan(config, ranks, geometry, meet, analytic_prior(model_dims(config.model), gpu, level), rows)
         joined = config.model.text_len if model_dims(config.model).text_joins else 0
-        points = choose_points(options, geometry, joined, scan.cost)
+        points = choose_points(options, geometry, scan.cost, joined)
         done = {(row["batch_size"], row["shape"]) for row in rows if row["recompute"] == level}
         todo = [point for point in points if (point.batch_size, str(point.shape)) not in done]
         if len(todo) < len(points):
@@ -175,7 +175,7 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def choose_points(
-    options: argparse.Namespace, geometry: LatentGeometry, joined_text: int, cost: TwoTermCost
+    options: argparse.Namespace, geometry: LatentGeometry, cost: TwoTermCost, joined_text: int = 0
 ) -> list[Point]:
     """Points to measure, cheapest first; `joined_text` rows of every sample are tokens of its sequence."""
     if options.points:
