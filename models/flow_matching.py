@@ -9,7 +9,7 @@ Legend: `B` samples, `S` tokens of one sample, `N` = sum of S.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,20 @@ import torch
 
 from adaptiveload.kernels.segments import equal_runs
 from adaptiveload.models.packing import PackedBatch, to_device
+
+# Weight w(sigma) of a sample's loss, by the name in `objective.loss_weighting`. The loss is that of the velocity, whose
+# errors differ little between noise levels: weights only say which levels matter, and have a mean near 1.
+LOSS_WEIGHTINGS: dict[str, Callable[[float], float]] = {
+    "none": lambda sigma: 1.0,
+    # SD3, section 3.1: twice as much at .5 as at either end.
+    "cosmap": lambda sigma: 2 / (math.pi * (1 - 2 * sigma + 2 * sigma * sigma)),
+    # DiffSynth-Studio's for Wan: nothing at either end, mean 1 over uniform sigma.
+    "bell": lambda sigma: (math.exp(-2 * (sigma - 0.5) ** 2) - _BELL_EDGE) / (_BELL_MEAN - _BELL_EDGE),
+}
+_BELL_EDGE = math.exp(-0.5)
+_BELL_MEAN = math.sqrt(math.pi / 2) * math.erf(math.sqrt(0.5))
+SIGMA_SAMPLINGS = ("logit_normal", "uniform", "mode")
+SHIFT_RULES = ("tokens", "constant")
 
 # The model embeds sigma on Wan's scale of 1,000 training steps.
 TIMESTEP_SCALE = 1000.0
@@ -28,22 +42,32 @@ class FlowMatchingConfig:
     """How training draws noise levels and drops captions.
 
     Attributes:
-        logit_mean: Mean of logit(sigma) before the shift.
+        sigma_sampling: Distribution of sigma before the shift: "logit_normal", "uniform", or "mode", SD3's heavy-tailed
+            one.
+        logit_mean: Of "logit_normal": mean of logit(sigma).
         logit_std: Standard deviation of logit(sigma); 1 is SD3's choice.
+        mode_scale: Of "mode": weight of the middle levels; 1.29 is SD3's choice.
         uniform_share: Share of samples whose sigma is uniform before the shift instead, so that both ends, which the
             logit-normal hardly visits, are trained too.
-        shift: Shift of sigma for a sample of `shift_tokens` tokens; it grows with sqrt(tokens) and is never below 1.
+        shift_rule: "tokens": the shift grows with sqrt(tokens) and is never below 1; "constant": `shift` for all.
+        shift: Shift of sigma, for a sample of `shift_tokens` tokens.
         shift_tokens: Tokens at which `shift` holds. The defaults give Wan's own 3 at 81x480x832 and 4.6 at 81x720x1280.
+        loss_weighting: Factor of a sample's loss by its sigma: "none", "cosmap" or "bell", see `LOSS_WEIGHTINGS`. Z
+            does not know of it. Held-out loss goes without.
         text_dropout: Share of samples that are trained with the null text, for classifier-free guidance.
         clean_first_frame: Share of clips whose first latent frame is given and not predicted: image-to-video, as
             Wan 2.2 TI2V is used. It needs no new weights.
     """
 
+    sigma_sampling: str = "logit_normal"
     logit_mean: float = 0.0
     logit_std: float = 1.0
+    mode_scale: float = 1.29
     uniform_share: float = 0.1
+    shift_rule: str = "tokens"
     shift: float = 3.0
     shift_tokens: int = 32_760
+    loss_weighting: str = "none"
     text_dropout: float = 0.1
     clean_first_frame: float = 0.0
 
@@ -54,6 +78,18 @@ class FlowMatchingConfig:
         for name in ("logit_std", "shift", "shift_tokens"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"objective.{name} is {getattr(self, name)}; it must be positive")
+        for name, known in (
+            ("sigma_sampling", SIGMA_SAMPLINGS),
+            ("shift_rule", SHIFT_RULES),
+            ("loss_weighting", LOSS_WEIGHTINGS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"objective.{name} is {getattr(self, name)!r}; it is one of {', '.join(known)}")
+        if not 0 <= self.mode_scale <= 2 / (math.pi - 2):
+            raise ValueError(
+                f"objective.mode_scale is {self.mode_scale}; above {2 / (math.pi - 2):.3f} or below 0 sigma "
+                "would leave [0, 1]"
+            )
 
 
 class Draw(NamedTuple):
@@ -64,12 +100,14 @@ class Draw(NamedTuple):
         drops_text: Whether the null text replaces the caption.
         noise: float32, in the latent layout [C, f, h, w].
         clean_frames: First latent frames that are given, not predicted; 0 for a picture.
+        loss_weight: w(sigma), a factor of the sample's loss.
     """
 
     sigma: float
     drops_text: bool
     noise: np.ndarray
     clean_frames: int
+    loss_weight: float
 
 
 def sample_generator(seed: int, source: str, key: str, epoch: int, repeat: int) -> np.random.Generator:
@@ -83,10 +121,12 @@ def sample_generator(seed: int, source: str, key: str, epoch: int, repeat: int) 
 
 
 def noise_shift(num_tokens: int, config: FlowMatchingConfig) -> float:
-    """Shift s of `shift_sigma` for a sample of `num_tokens` tokens: max(1, shift * sqrt(S / shift_tokens)).
+    """Shift s of `shift_sigma` for a sample of `num_tokens` tokens; by tokens max(1, shift * sqrt(S / shift_tokens)).
 
     The resolution rule of SD3, section 5.3.2: more tokens of one picture need more noise to hide it equally well.
     """
+    if config.shift_rule == "constant":
+        return config.shift
     return max(1.0, config.shift * math.sqrt(num_tokens / config.shift_tokens))
 
 
@@ -98,9 +138,19 @@ def shift_sigma(sigma: float, shift: float) -> float:
 def draw_sigma(rng: np.random.Generator, num_tokens: int, config: FlowMatchingConfig) -> float:
     """Noise level of a sample of `num_tokens` tokens, in [0, 1]. Takes the same numbers from `rng` in every case."""
     choice, uniform = rng.random(2)
-    logit = config.logit_mean + config.logit_std * rng.standard_normal()
-    sigma = uniform if choice < config.uniform_share else 1 / (1 + math.exp(-logit))
+    normal = rng.standard_normal()
+    if config.sigma_sampling == "uniform" or choice < config.uniform_share:
+        sigma = uniform
+    elif config.sigma_sampling == "mode":
+        sigma = mode_sigma(uniform, config.mode_scale)
+    else:
+        sigma = 1 / (1 + math.exp(-(config.logit_mean + config.logit_std * normal)))
     return shift_sigma(float(sigma), noise_shift(num_tokens, config))
+
+
+def mode_sigma(uniform: float, scale: float) -> float:
+    """Sigma with most mass in the middle and heavy tails, from a uniform number. SD3, eq. 20."""
+    return 1 - uniform - scale * (math.cos(math.pi / 2 * uniform) ** 2 - 1 + uniform)
 
 
 def draw(rng: np.random.Generator, latent_size: Sequence[int], num_tokens: int, config: FlowMatchingConfig) -> Draw:
@@ -116,7 +166,7 @@ def draw(rng: np.random.Generator, latent_size: Sequence[int], num_tokens: int, 
     drops_text = bool(rng.random() < config.text_dropout)
     noise = rng.standard_normal(tuple(latent_size), dtype=np.float32)
     is_given = rng.random() < config.clean_first_frame and latent_size[1] > 1
-    return Draw(sigma, drops_text, noise, int(is_given))
+    return Draw(sigma, drops_text, noise, int(is_given), LOSS_WEIGHTINGS[config.loss_weighting](sigma))
 
 
 def token_sigma(batch: PackedBatch) -> torch.Tensor:

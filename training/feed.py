@@ -171,7 +171,7 @@ class MicroBatchDataset(Dataset[MicroBatch]):
             sigma=drawn.sigma,
             clean_frames=drawn.clean_frames if self.is_training else 0,
             text=torch.from_numpy(self._text(planned, sample, drawn.drops_text)),
-            weight=planned.weight,
+            weight=planned.weight * drawn.loss_weight,
         )
 
     def _text(self, planned: PlannedSample, sample: Sample, drops_text: bool) -> np.ndarray:
