@@ -55,6 +55,13 @@ def test_each_sample_is_that_of_a_call_of_its_own(model, texts, null_text):
         torch.testing.assert_close(together[index], alone, rtol=0, atol=1e-4)
 
 
+def test_the_mmdit_samples_by_the_same_code(make_mmdit, texts, null_text):
+    mmdit = make_mmdit()
+    together = euler_sample(mmdit, GRIDS, texts, null_text, SEEDS, num_steps=2)
+    (alone,) = euler_sample(mmdit, GRIDS[1:2], texts[1:2], null_text, SEEDS[1:2], num_steps=2)
+    torch.testing.assert_close(together[1], alone, rtol=0, atol=1e-4)  # as above
+
+
 def test_a_given_first_frame_stays_and_changes_the_rest(model, texts, null_text):
     """Between a sample with a free first frame and a picture; diffusers' TI2V pipeline overwrites it as well."""
     grids = [(3, 2, 2), (3, 2, 2), (1, 3, 2)]
