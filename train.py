@@ -157,9 +157,10 @@ def evaluate(run: Run, step: int) -> None:
     # Both are collective: every rank takes part, rank 0 writes.
     linear_loss = run.held_out.linear_loss
     with run.ema.swapped_in():
-        loss = run.held_out.loss(run.model)
+        losses = run.held_out.losses(run.model)
     if run.tracker is not None:
-        run.tracker.log(step, {"train/loss_heldout": loss, "train/loss_heldout_linear": linear_loss})
+        run.tracker.log(step, losses | {"train/loss_heldout_linear": linear_loss})
+        loss = losses["train/loss_heldout"]
         run.tracker.message(
             f"step {step + 1}: held-out loss {loss:.4f}, best per-channel linear predictor {linear_loss:.4f} "
             f"({abs(1 - loss / linear_loss):.1%} {'below' if loss < linear_loss else 'above'} it)"

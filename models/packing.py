@@ -47,6 +47,8 @@ class PackedSample:
         weight: w_i of the loss.
         sample_id: Row of the sample in the index; -1 where there is none.
         is_filler: Computed so that collectives match, but left out of the loss.
+        clean_frames: First token frames that are given, not predicted: the model sees them clean, at timestep 0, and
+            the loss leaves them out. Fewer than the grid has.
     """
 
     key: str
@@ -58,18 +60,19 @@ class PackedSample:
     weight: float = 1.0
     sample_id: int = -1
     is_filler: bool = False
+    clean_frames: int = 0
 
 
 def filler_sample(
     grid: Grid, token_size: int, text_dim: int, *, key: str = "filler", sample_id: int = -1
 ) -> PackedSample:
-    """A sample of zeros that keeps a rank in step with the others and counts for nothing.
+    """A sample of zeros, one text row among them, that keeps a rank in step with the others and counts for nothing.
 
     Its values are finite on purpose: the loss leaves fillers out, but a weight gradient sums over all tokens, and
     0 * NaN is NaN. Name the `key` and `sample_id` that it stands in for, if any.
     """
     zeros = torch.zeros(grid[0] * grid[1] * grid[2], token_size)
-    text = torch.zeros(0, text_dim)
+    text = torch.zeros(1, text_dim)
     return PackedSample(key, grid, zeros, zeros, 0.5, text, weight=0.0, sample_id=sample_id, is_filler=True)
 
 
@@ -80,12 +83,13 @@ class PackedBatch:
     Attributes:
         latents: Clean tokens of all samples side by side, float32 [N, token_size].
         noise: Gaussian tokens, float32 [N, token_size].
-        sigma: Noise level of each sample in [0, 1], float32 [B].
+        sigma: Noise level of each segment in [0, 1], float32 [num_segments]; 0 in clean ones.
         text: Text embeddings side by side, [sum of T, text_dim].
         seq_offsets: First token of each sample, and N: int32 [B + 1], CPU.
         text_offsets: First text row of each sample, and their number: int32 [B + 1], CPU.
         segment_offsets: First token of each segment, and N: int32 [num_segments + 1], CPU. A segment is a run of
-            tokens that share a modulation row; `pack` makes one per sample, models take any number.
+            tokens that share a modulation row: a sample, or its clean frames and then the rest of it.
+        is_clean: Which segments are given: no noise, and left out of the loss.
         grids: Tokens of each sample along frames, rows, columns.
         weights: w_i of the loss, float64 [B], CPU.
         keys: Names of the samples.
@@ -100,6 +104,7 @@ class PackedBatch:
     seq_offsets: torch.Tensor
     text_offsets: torch.Tensor
     segment_offsets: torch.Tensor
+    is_clean: tuple[bool, ...]
     grids: tuple[Grid, ...]
     weights: torch.Tensor
     keys: tuple[str, ...]
@@ -140,15 +145,16 @@ def pack(samples: Sequence[PackedSample]) -> PackedBatch:
     for sample in samples:
         _check(sample, samples[0])
     samples = sorted(samples, key=lambda sample: (len(sample.latents), len(sample.text), sample.grid))
-    seq_offsets = _offsets([len(sample.latents) for sample in samples])
+    segments = [segment for sample in samples for segment in _segments(sample)]
     return PackedBatch(
         latents=torch.cat([sample.latents for sample in samples]),
         noise=torch.cat([sample.noise for sample in samples]),
-        sigma=torch.tensor([sample.sigma for sample in samples], dtype=torch.float32),
+        sigma=torch.tensor([sigma for _, sigma, _ in segments], dtype=torch.float32),
         text=torch.cat([sample.text for sample in samples]),
-        seq_offsets=seq_offsets,
+        seq_offsets=_offsets([len(sample.latents) for sample in samples]),
         text_offsets=_offsets([len(sample.text) for sample in samples]),
-        segment_offsets=seq_offsets,
+        segment_offsets=_offsets([length for length, _, _ in segments]),
+        is_clean=tuple(is_clean for _, _, is_clean in segments),
         grids=tuple(tuple(sample.grid) for sample in samples),
         weights=torch.tensor([sample.weight for sample in samples], dtype=torch.float64),
         keys=tuple(sample.key for sample in samples),
@@ -192,6 +198,17 @@ def _check(sample: PackedSample, first: PackedSample) -> None:
             )
     if sample.text.ndim != 2 or sample.text.shape[1] != first.text.shape[1]:
         raise ValueError(f"sample {sample.key}: text is {list(sample.text.shape)}, expected [T, {first.text.shape[1]}]")
+    if not 0 <= sample.clean_frames < sample.grid[0]:
+        raise ValueError(
+            f"sample {sample.key}: {sample.clean_frames} clean frames of {sample.grid[0]}: none is left to predict"
+        )
+
+
+def _segments(sample: PackedSample) -> list[tuple[int, float, bool]]:
+    """Tokens, noise level and whether they are given, of each segment of a sample."""
+    given = sample.clean_frames * sample.grid[1] * sample.grid[2]
+    noisy = (len(sample.latents) - given, sample.sigma, False)
+    return [(given, 0.0, True), noisy] if given else [noisy]
 
 
 def _offsets(lengths: list[int]) -> torch.Tensor:

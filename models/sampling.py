@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from adaptiveload.models.architectures import VideoTransformer
 from adaptiveload.models.flow_matching import FlowMatchingConfig, noise_shift, sample_generator
 from adaptiveload.models.packing import Grid, PackedBatch, PackedSample, pack, patchify, unpatchify
-from adaptiveload.models.wan import WanTransformer
 
 
 @torch.no_grad()
 def euler_sample(
-    model: WanTransformer,
+    model: VideoTransformer,
     grids: Sequence[Grid],
     texts: Sequence[torch.Tensor],
     null_text: torch.Tensor,
@@ -24,6 +24,7 @@ def euler_sample(
     num_steps: int = 50,
     guidance_scale: float = 5.0,
     flow: FlowMatchingConfig | None = None,
+    first_frames: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
     """Latents [C, f, h, w] of each sample, float32 on the CPU.
 
@@ -39,6 +40,7 @@ def euler_sample(
         num_steps: Model evaluations per sample.
         guidance_scale: 1 follows the text alone; above 1 moves away from the null text, at twice the cost.
         flow: The shift of the noise schedule is that of training.
+        first_frames: For image-to-video: the first latent frame [C, 1, h, w] of each sample, or None where it is free.
 
     Raises:
         ValueError: If the lists differ in length or are empty, or `num_steps` is less than 1.
@@ -51,26 +53,37 @@ def euler_sample(
     tokens = [_initial_noise(model, grid, seed) for grid, seed in zip(grids, seeds, strict=True)]
     schedulers = [_scheduler(noise_shift(len(noise), flow), num_steps) for noise in tokens]
     all_texts = [*texts, *[null_text] * len(texts)] if guidance_scale != 1 else list(texts)
-    batch = _conditions(grids, all_texts, tokens[0].shape[1])
     device = next(model.parameters()).device
-    batch, tokens = batch.to(device), [noise.to(device) for noise in tokens]
+    given = [
+        None if frame is None else patchify(frame.float(), model.config.patch_size).to(device)
+        for frame in first_frames or [None] * len(grids)
+    ]
+    batch = _conditions(grids, all_texts, tokens[0].shape[1], [frame is not None for frame in given]).to(device)
+    tokens = [_keep(noise.to(device), frame) for noise, frame in zip(tokens, given, strict=True)]
     for step in range(num_steps):
         timesteps = [scheduler.timesteps[step] for scheduler in schedulers]
         velocities = _velocities(model, batch, tokens, timesteps, guidance_scale)
         tokens = [
-            scheduler.step(velocity, timestep, noisy).prev_sample
-            for scheduler, velocity, timestep, noisy in zip(schedulers, velocities, timesteps, tokens, strict=True)
+            _keep(scheduler.step(velocity, timestep, noisy).prev_sample, frame)
+            for scheduler, velocity, timestep, noisy, frame in zip(
+                schedulers, velocities, timesteps, tokens, given, strict=True
+            )
         ]
     patch = model.config.patch_size
     return [unpatchify(clean.cpu(), grid, patch) for clean, grid in zip(tokens, grids, strict=True)]
 
 
-def _initial_noise(model: WanTransformer, grid: Grid, seed: int) -> torch.Tensor:
+def _initial_noise(model: VideoTransformer, grid: Grid, seed: int) -> torch.Tensor:
     """Gaussian tokens float32 [S, token_size], drawn in the latent layout as in training."""
     patch = model.config.patch_size
     latent_size = (model.config.out_channels, *(count * size for count, size in zip(grid, patch, strict=True)))
     rng = sample_generator(seed, source="sampling", key="", epoch=0, repeat=0)
     return patchify(torch.from_numpy(rng.standard_normal(latent_size, dtype=np.float32)), patch)
+
+
+def _keep(tokens: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    """The tokens, with the given ones, if any, at their start."""
+    return tokens if given is None else torch.cat([given, tokens[len(given) :]])
 
 
 def _scheduler(shift: float, num_steps: int):
@@ -83,18 +96,23 @@ def _scheduler(shift: float, num_steps: int):
     return scheduler
 
 
-def _conditions(grids: Sequence[Grid], texts: Sequence[torch.Tensor], token_size: int) -> PackedBatch:
+def _conditions(
+    grids: Sequence[Grid], texts: Sequence[torch.Tensor], token_size: int, have_first_frame: Sequence[bool]
+) -> PackedBatch:
     """Shapes and texts as a batch; `sample_ids` counts the texts, grids repeat for the null texts; no latents."""
     samples = []
     for index, text in enumerate(texts):
         grid = grids[index % len(grids)]
         unset = torch.zeros(grid[0] * grid[1] * grid[2], token_size)
-        samples.append(PackedSample(str(index), grid, unset, unset, sigma=1.0, text=text, sample_id=index))
+        clean_frames = int(have_first_frame[index % len(grids)])
+        samples.append(
+            PackedSample(str(index), grid, unset, unset, 1.0, text, sample_id=index, clean_frames=clean_frames)
+        )
     return pack(samples)
 
 
 def _velocities(
-    model: WanTransformer,
+    model: VideoTransformer,
     batch: PackedBatch,
     tokens: list[torch.Tensor],
     timesteps: list[torch.Tensor],
@@ -103,7 +121,9 @@ def _velocities(
     """Guided velocity of each sample, float32 [S, token_size]: null + guidance_scale * (text - null)."""
     owners = [index % len(tokens) for index in batch.sample_ids]
     latents = torch.cat([tokens[owner] for owner in owners])
-    timestep = torch.stack([timesteps[owner] for owner in owners]).to(latents.device)
+    noisy = iter(owners)
+    timestep = torch.tensor([0.0 if is_clean else float(timesteps[next(noisy)]) for is_clean in batch.is_clean])
+    timestep = timestep.to(latents.device)
     parts = model(latents, timestep, batch).split(batch.seq_offsets.diff().tolist())
     by_index = dict(zip(batch.sample_ids, parts, strict=True))
     if len(by_index) == len(tokens):

@@ -1,4 +1,4 @@
-"""Wan 2.1's text-to-video transformer over packed samples of any shapes.
+"""Wan's transformer, 2.1 T2V and 2.2 TI2V, over packed samples of any shapes.
 
 Weights are those of `diffusers.WanTransformer3DModel`, under the same names. Float32 whatever the weights are:
 timestep, time embedding, modulation, gates, statistics of norms, rotary angles, the residual stream (a switch), and
@@ -10,7 +10,8 @@ modulation row), `M` = B * text_len context rows.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from einops import rearrange
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptiveload.kernels.adaln import adaln
 from adaptiveload.models.attention import AttentionBatch, attention_batches
+from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
 from adaptiveload.models.layers import (
     Attention,
     FeedForward,
@@ -30,61 +32,33 @@ from adaptiveload.models.layers import (
 )
 from adaptiveload.models.packing import PackedBatch, pad_text
 from adaptiveload.models.rope import rotary_table
-
-RECOMPUTE_LEVELS = ("none", "full")
+from adaptiveload.models.sharded import draw_whole
 
 
 @dataclass
-class WanConfig:
+class WanConfig(ModelConfig):
     """Sizes of a Wan transformer, named as in diffusers; the defaults are Wan 2.1 T2V-1.3B.
 
     Attributes:
-        patch_size: Latent frames, rows and columns in one token.
-        num_attention_heads: Heads; times `attention_head_dim` gives the hidden size.
-        attention_head_dim: Dims of one head.
-        in_channels: Latent channels going in.
-        out_channels: Latent channels coming out.
-        text_dim: Dims of one text row.
         freq_dim: Dims of the timestep's sinusoid.
         ffn_dim: Inner dims of the feed-forward part.
-        num_layers: Blocks.
-        text_len: Text rows per sample. Shorter texts are padded with zeros that are attended, as Wan was trained.
-        eps: Of all norms.
-        qk_norm: Only "rms_norm_across_heads", which all released Wan 2.1 weights use.
+        qk_norm: Only "rms_norm_across_heads", which all released Wan weights use.
         cross_attn_norm: Only True, likewise.
         rope_max_seq_len: Most tokens along one axis.
-        residual_fp32: Keep the residual stream in float32 (as Wan was trained), or in the dtype of the weights.
     """
 
-    patch_size: tuple[int, int, int] = (1, 2, 2)
-    num_attention_heads: int = 12
-    attention_head_dim: int = 128
-    in_channels: int = 16
-    out_channels: int = 16
-    text_dim: int = 4096
+    diffusers_class: ClassVar[str] = "WanTransformer3DModel"
+
     freq_dim: int = 256
     ffn_dim: int = 8960
-    num_layers: int = 30
-    text_len: int = 512
-    eps: float = 1e-6
     qk_norm: str = "rms_norm_across_heads"
     cross_attn_norm: bool = True
     rope_max_seq_len: int = 1024
-    residual_fp32: bool = True
 
     def __post_init__(self) -> None:
-        self.patch_size = tuple(self.patch_size)
-        for name in (
-            "num_attention_heads",
-            "in_channels",
-            "out_channels",
-            "text_dim",
-            "ffn_dim",
-            "num_layers",
-            "text_len",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        super().__post_init__()
+        if self.ffn_dim < 1:
+            raise ValueError(f"model.ffn_dim={self.ffn_dim} must be at least 1")
         if self.qk_norm != "rms_norm_across_heads" or not self.cross_attn_norm:
             raise ValueError(
                 f"qk_norm {self.qk_norm!r} with cross_attn_norm {self.cross_attn_norm} is not supported; "
@@ -97,20 +71,11 @@ class WanConfig:
         if self.freq_dim % 2:
             raise ValueError(f"freq_dim {self.freq_dim} must be even: half cosines, half sines")
 
-    @property
-    def hidden_size(self) -> int:
-        """D."""
-        return self.num_attention_heads * self.attention_head_dim
-
-    @property
-    def patch_volume(self) -> int:
-        """Latent positions in one token; times the channels gives the token size."""
-        return self.patch_size[0] * self.patch_size[1] * self.patch_size[2]
-
     def to_diffusers(self) -> dict[str, Any]:
         """Arguments of `diffusers.WanTransformer3DModel`; what diffusers does not know is left out."""
         values = asdict(self)
-        del values["text_len"], values["residual_fp32"]
+        for name in ("architecture", "text_len", "residual_fp32", "spatial_stride", "pretrained"):
+            del values[name]
         return values
 
     @classmethod
@@ -220,7 +185,7 @@ class WanBlock(nn.Module):
 
 
 class WanTransformer(nn.Module):
-    """Wan 2.1 text-to-video transformer; a new one is initialised for training from scratch.
+    """Wan 2.1 T2V or 2.2 TI2V transformer; a new one is initialised for training from scratch.
 
     State dicts have the keys of `diffusers.WanTransformer3DModel` and load both ways. Parameter names differ in the
     modulation tables alone; `diffusers_name` translates. `torch.distributed.checkpoint.state_dict` looks keys up as
@@ -250,28 +215,29 @@ class WanTransformer(nn.Module):
     def init_weights(self) -> None:
         """Initialise for training from scratch, as Wan's own code does: the output of the new model is zero.
 
+        One parameter after the other is drawn whole on the CPU, so that a sharded model starts with the same weights
+        on any number of ranks and no rank holds them all. On the meta device nothing happens.
+
         Source: Wan2.1 wan/modules/model.py, `WanModel.init_weights`.
         """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-        for embedder in (self.condition_embedder["time_embedder"], self.condition_embedder["text_embedder"]):
-            nn.init.normal_(embedder.linear_1.weight, std=0.02)
-            nn.init.normal_(embedder.linear_2.weight, std=0.02)
-        patch = self.patch_embedding
-        bound = (6 / (patch.weight[0].numel() + len(patch.weight))) ** 0.5  # Xavier of the flattened kernel
-        nn.init.uniform_(patch.weight, -bound, bound)
-        nn.init.zeros_(patch.bias)
-        for table in (*self.modulation.blocks, self.modulation.head):
-            nn.init.normal_(table, std=self.config.hidden_size**-0.5)
-        for block in self.blocks:
-            for attention in (block.attn1, block.attn2):
-                nn.init.ones_(attention.norm_q.weight)
-                nn.init.ones_(attention.norm_k.weight)
-        nn.init.zeros_(self.proj_out.weight)
+        for name, parameter in self.named_parameters():
+            draw_whole(parameter, partial(self._draw, name))
+
+    def _draw(self, name: str, weight: torch.Tensor) -> None:
+        if name.endswith(".bias") or name == "proj_out.weight":
+            weight.zero_()
+        elif "norm" in name:
+            weight.fill_(1)
+        elif name.startswith("modulation."):
+            weight.normal_(std=self.config.hidden_size**-0.5)
+        elif "time_embedder" in name or "text_embedder" in name:
+            weight.normal_(std=0.02)
+        else:
+            nn.init.xavier_uniform_(weight.flatten(1))  # a view; the patch embedding's kernel is flattened
+
+    def diffusers_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by their names in diffusers."""
+        return {diffusers_name(name): parameter for name, parameter in self.named_parameters()}
 
     def fsdp_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """What `fully_shard` should wrap before the whole model: modules of one float32 unit, and the blocks.

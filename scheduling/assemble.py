@@ -34,7 +34,7 @@ class StepAssembler:
 
     def sample_us(self, step: int, draws: Draws) -> IntArray:
         """Microseconds that each draw adds to its micro-batch in `step`, int64 [n]."""
-        return self.costs.cost_at(step).sample_us(self.table.num_tokens[draws.ids], self.table.text_len[draws.ids])
+        return self.costs.cost_at(step).sample_us(self.table.computed_tokens(draws.ids), self.table.text_len[draws.ids])
 
     def weights(self, draws: Draws) -> NDArray[np.float64]:
         """Loss weight of each draw, float64 [n]."""

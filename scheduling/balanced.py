@@ -46,7 +46,7 @@ class BalancedPolicy:
         draws = self.order.window(step * self.samples_per_step, self.samples_per_step)
         # A floor under a sample's memory is a ceiling on the samples of a micro-batch; an oversize sample runs alone.
         floor = -(-self.memory_limit_tokens // self.max_samples_per_micro_batch)
-        tokens = self.assembler.table.num_tokens[draws.ids] + self.text_memory_tokens
+        tokens = self.assembler.table.computed_tokens(draws.ids) + self.text_memory_tokens
         overhead_us = self.slot_overhead_us
         if overhead_us is None:
             overhead_us = round(self.assembler.costs.cost_at(step).a_us)

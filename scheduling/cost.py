@@ -11,12 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptiveload.scheduling.flops import (
-    ModelDims,
-    wan_attention_flops_per_token_squared,
-    wan_linear_flops_per_token,
-    wan_sample_flops,
-)
+from adaptiveload.scheduling.flops import ModelDims
 
 IntArray = NDArray[np.int64]
 
@@ -179,7 +174,7 @@ def analytic_prior(dims: ModelDims, gpu: str, recompute: str) -> TwoTermCost:
     return TwoTermCost(
         launch_floor_us=fixed_us,
         a_us=fixed_us,
-        c0_us=linear_passes * wan_sample_flops(dims) / matmul_per_us,
-        b1_us=linear_passes * wan_linear_flops_per_token(dims) / matmul_per_us,
-        b2_us=attention_passes * wan_attention_flops_per_token_squared(dims) / attention_per_us,
+        c0_us=linear_passes * dims.sample_flops / matmul_per_us,
+        b1_us=linear_passes * dims.linear_flops_per_token / matmul_per_us,
+        b2_us=attention_passes * dims.attention_flops_per_token_squared / attention_per_us,
     )

@@ -1,18 +1,20 @@
-"""FLOPs of Wan's transformer from its sizes: matrix products only, two per multiply-add, as MFU counts them."""
+"""FLOPs of the transformers from their sizes: matrix products only, two per multiply-add, as MFU counts them.
 
+Legend: `S` tokens of a sample, `T` its text rows, `D` hidden size, `F` inner width of a feed-forward part, `L` blocks.
+"""
+
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class ModelDims:
-    """Sizes that decide the FLOPs. The defaults are what all Wan 2.1 text-to-video models share.
+@dataclass(frozen=True, kw_only=True)
+class ModelDims(ABC):
+    """Sizes that decide the work and the memory. The defaults are what all Wan 2.1 text-to-video models share.
 
     Attributes:
         hidden_size: Width D of the residual stream.
         num_layers: Blocks L.
         num_heads: Attention heads; they do not change the count.
-        ffn_dim: Inner width F of the feed-forward part.
-        text_len: Text rows T that every sample attends to, padding included.
         text_dim: Width of the text encoder's rows.
         freq_dim: Width of the timestep's sinusoid.
         token_size: Latent elements of one input token.
@@ -22,53 +24,163 @@ class ModelDims:
     hidden_size: int
     num_layers: int
     num_heads: int
-    ffn_dim: int
-    text_len: int = 512
     text_dim: int = 4096
     freq_dim: int = 256
     token_size: int = 64
     out_token_size: int = 64
 
     @property
+    @abstractmethod
+    def text_joins(self) -> bool:
+        """Whether text rows are tokens of the sequence, so that a sample has S + T of them to compute."""
+
+    @property
+    @abstractmethod
     def num_parameters(self) -> int:
         """Weights of the matrix products; biases, norms and tables (under 0.1 %) are left out."""
+
+    @property
+    @abstractmethod
+    def linear_flops_per_token(self) -> int:
+        """Forward FLOPs per token that do not grow with the sequence."""
+
+    @property
+    @abstractmethod
+    def sample_flops(self) -> int:
+        """Forward FLOPs per sample whatever its length."""
+
+    @property
+    @abstractmethod
+    def block_token_bytes(self) -> int:
+        """Bytes of one token in one block that backward needs, fp32 residual stream, bf16 else."""
+
+    @property
+    @abstractmethod
+    def text_bytes(self) -> int:
+        """Bytes of one sample's text in one block, where it is no part of the sequence."""
+
+    @abstractmethod
+    def forward_flops(self, num_tokens: int, text_len: int) -> int:
+        """FLOPs of one forward pass over one sample of `num_tokens` tokens and `text_len` text rows."""
+
+    @property
+    def attention_flops_per_token_squared(self) -> int:
+        """Forward FLOPs of self attention per token squared."""
+        return 4 * self.num_layers * self.hidden_size
+
+    def train_flops(self, num_tokens: int, text_len: int) -> int:
+        """Model FLOPs of forward and backward, three times the forward; recompute is not counted."""
+        return 3 * self.forward_flops(num_tokens, text_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanDims(ModelDims):
+    """Of Wan's transformer.
+
+    Attributes:
+        ffn_dim: Inner width F of the feed-forward part.
+        text_len: Text rows T that every sample attends to, padding included.
+    """
+
+    ffn_dim: int
+    text_len: int = 512
+
+    @property
+    def text_joins(self) -> bool:
+        """No: it is attended across, padded to one length."""
+        return False
+
+    @property
+    def num_parameters(self) -> int:
+        """See `ModelDims`."""
         d, f = self.hidden_size, self.ffn_dim
         block = 8 * d * d + 2 * d * f
         embed = d * (self.token_size + self.out_token_size + self.text_dim + self.freq_dim) + 8 * d * d
         return self.num_layers * block + embed
 
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Projections, cross attention, FFN, patches."""
+        d, f, t = self.hidden_size, self.ffn_dim, self.text_len
+        return self.num_layers * (12 * d * d + 4 * d * f + 4 * t * d) + 2 * d * (self.token_size + self.out_token_size)
 
-WAN_1_3B = ModelDims(hidden_size=1536, num_layers=30, num_heads=12, ffn_dim=8960)
-WAN_14B = ModelDims(hidden_size=5120, num_layers=40, num_heads=40, ffn_dim=13824)
-MODELS = {"wan_1_3b": WAN_1_3B, "wan_14b": WAN_14B}
+    @property
+    def sample_flops(self) -> int:
+        """Keys and values of the text, text and time embedding."""
+        d, t = self.hidden_size, self.text_len
+        embed_text = 2 * t * (self.text_dim * d + d * d)
+        embed_time = 2 * (self.freq_dim * d + 7 * d * d)
+        return self.num_layers * 4 * t * d * d + embed_text + embed_time
 
+    @property
+    def block_token_bytes(self) -> int:
+        """Measured with saved-tensor hooks on the fused block: 40 + 4 * F / D, times D."""
+        return 40 * self.hidden_size + 4 * self.ffn_dim
 
-def wan_linear_flops_per_token(dims: ModelDims) -> int:
-    """Forward FLOPs per token that do not grow with the sequence: projections, cross attention, FFN, patches."""
-    d, f, t = dims.hidden_size, dims.ffn_dim, dims.text_len
-    return dims.num_layers * (12 * d * d + 4 * d * f + 4 * t * d) + 2 * d * (dims.token_size + dims.out_token_size)
+    @property
+    def text_bytes(self) -> int:
+        """The rows, embedded, and a block's keys and values."""
+        return self.text_len * 2 * (self.text_dim + 4 * self.hidden_size)
 
-
-def wan_attention_flops_per_token_squared(dims: ModelDims) -> int:
-    """Forward FLOPs of self attention per token squared."""
-    return 4 * dims.num_layers * dims.hidden_size
-
-
-def wan_sample_flops(dims: ModelDims) -> int:
-    """Forward FLOPs per sample whatever its length: keys and values of the text, text and time embedding."""
-    d, t = dims.hidden_size, dims.text_len
-    embed_text = 2 * t * (dims.text_dim * d + d * d)
-    embed_time = 2 * (dims.freq_dim * d + 7 * d * d)
-    return dims.num_layers * 4 * t * d * d + embed_text + embed_time
-
-
-def wan_forward_flops(dims: ModelDims, num_tokens: int) -> int:
-    """FLOPs of one forward pass over one sample of `num_tokens` tokens, text and time embedding included."""
-    linear = wan_linear_flops_per_token(dims) * num_tokens
-    attention = wan_attention_flops_per_token_squared(dims) * num_tokens**2
-    return linear + attention + wan_sample_flops(dims)
+    def forward_flops(self, num_tokens: int, text_len: int) -> int:
+        """See `ModelDims`; `text_len` changes nothing, because every text is padded."""
+        linear = self.linear_flops_per_token * num_tokens
+        return linear + self.attention_flops_per_token_squared * num_tokens**2 + self.sample_flops
 
 
-def wan_train_flops(dims: ModelDims, num_tokens: int) -> int:
-    """Model FLOPs of forward and backward, three times the forward; recompute is not counted."""
-    return 3 * wan_forward_flops(dims, num_tokens)
+@dataclass(frozen=True, kw_only=True)
+class MMDiTDims(ModelDims):
+    """Of the dual-stream MMDiT, whose text rows go through as many layers as image tokens."""
+
+    @property
+    def text_joins(self) -> bool:
+        """Yes, unpadded."""
+        return True
+
+    @property
+    def num_parameters(self) -> int:
+        """See `ModelDims`."""
+        d = self.hidden_size
+        embed = d * (self.token_size + self.out_token_size + self.text_dim + self.freq_dim) + 3 * d * d
+        return self.num_layers * 36 * d * d + embed
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Projections and MLP of either stream, and patches; a text row's own embedding is little more."""
+        d = self.hidden_size
+        return self.num_layers * 24 * d * d + 2 * d * (self.token_size + self.out_token_size)
+
+    @property
+    def sample_flops(self) -> int:
+        """Modulation of both streams in every block, and time embedding."""
+        d = self.hidden_size
+        return self.num_layers * 24 * d * d + 2 * (self.freq_dim * d + d * d) + 4 * d * d
+
+    @property
+    def block_token_bytes(self) -> int:
+        """Measured with saved-tensor hooks: 46.3 * D."""
+        return 46 * self.hidden_size
+
+    @property
+    def text_bytes(self) -> int:
+        """Nothing: its rows are tokens."""
+        return 0
+
+    def forward_flops(self, num_tokens: int, text_len: int) -> int:
+        """See `ModelDims`. The last block's text ends at its attention."""
+        d, joint = self.hidden_size, num_tokens + text_len
+        blocks = self.num_layers * 24 * d * d * joint + self.attention_flops_per_token_squared * joint**2
+        ends = 2 * num_tokens * d * (self.token_size + self.out_token_size) + 2 * text_len * self.text_dim * d
+        return blocks + ends - 18 * text_len * d * d + self.sample_flops
+
+
+WAN_1_3B = WanDims(hidden_size=1536, num_layers=30, num_heads=12, ffn_dim=8960)
+WAN_14B = WanDims(hidden_size=5120, num_layers=40, num_heads=40, ffn_dim=13824)
+MMDIT_1_4B = MMDiTDims(hidden_size=1536, num_layers=16, num_heads=12)
+MMDIT_20B = MMDiTDims(hidden_size=3072, num_layers=60, num_heads=24, text_dim=3584)
+MODELS: dict[str, ModelDims] = {
+    "wan_1_3b": WAN_1_3B,
+    "wan_14b": WAN_14B,
+    "mmdit_1_4b": MMDIT_1_4B,
+    "mmdit_20b": MMDIT_20B,
+}

@@ -52,9 +52,6 @@ class MemoryModel:
         return int(free // self.token_bytes)
 
 
-# Bytes of one token in one block that backward needs, in units of the hidden size: measured with saved-tensor hooks
-# on the fused block with an fp32 residual stream, 40 + 4 * ffn_dim / hidden_size.
-BLOCK_BYTES = 40.0
 STREAM_BYTES = 4  # fp32 residual stream that recompute keeps at every block's entry
 STATE_BYTES = 20  # fp32 weight, gradient, two moments and average of a parameter, sharded over the ranks
 GATHERED_BYTES = 6  # bf16 weight and fp32 gradient of a gathered parameter
@@ -69,14 +66,11 @@ def memory_prior(dims: ModelDims, recompute: str, meet: str, ranks: int) -> Memo
         meet: "slot" gathers two blocks at a time, "step" the whole model.
         ranks: Ranks that share weights and states.
     """
-    per_block = dims.hidden_size * (BLOCK_BYTES + 4 * dims.ffn_dim / dims.hidden_size)
+    per_block = dims.block_token_bytes
     kept = dims.num_layers * (STREAM_BYTES * dims.hidden_size if recompute == "full" else per_block)
     gathered = dims.num_parameters if meet == "step" else 2 * dims.num_parameters / max(dims.num_layers, 1)
-    text = (
-        dims.text_len * 2 * (dims.text_dim + 4 * dims.hidden_size)
-    )  # the rows, embedded, and a block's keys and values
     return MemoryModel(
         static_bytes=STATE_BYTES * dims.num_parameters / ranks + GATHERED_BYTES * gathered,
         token_bytes=kept + per_block,
-        sample_bytes=text * (1 if recompute == "full" else dims.num_layers),
+        sample_bytes=dims.text_bytes * (1 if recompute == "full" else dims.num_layers),
     )

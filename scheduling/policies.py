@@ -179,7 +179,7 @@ def buckets_of(config: ScheduleConfig, table: SampleTable, order: EndlessOrder, 
         table,
         bucket_counts(table, order),
         limit_of(config),
-        config.text_memory_tokens,
+        config.text_memory_tokens + table.longest_joined_text,
         config.max_samples_per_micro_batch,
         exponent,
     )
@@ -243,13 +243,13 @@ def check_config(config: ScheduleConfig, ranks: int, meet: str) -> None:
 
 def check_memory(config: ScheduleConfig, table: SampleTable, order: EndlessOrder) -> None:
     """Raise ValueError if a sample of `order` is above the memory limit, or warn if the configuration allows it."""
-    tokens = table.num_tokens[order.ids] + config.text_memory_tokens
+    tokens = table.computed_tokens(order.ids) + config.text_memory_tokens
     num_above = int((tokens > limit_of(config)).sum())
     if not num_above:
         return
     worst = order.ids[int(tokens.argmax())]
     message = (
-        f"sample {table.keys[worst]!r} has {table.num_tokens[worst]} tokens, "
+        f"sample {table.keys[worst]!r} has {int(tokens.max())} tokens, "
         f"above schedule.memory_limit_tokens = {config.memory_limit_tokens} ({num_above} such samples)"
     )
     if not config.allow_oversize:

@@ -27,6 +27,7 @@ class SampleTable:
         shape_ids: int32 [n], index into `shapes`: the sample's bucket.
         num_tokens: int64 [n], tokens after patchifying, text not included.
         text_len: int32 [n], text tokens.
+        text_joins: Whether the model computes text rows as tokens of the sequence.
     """
 
     keys: Sequence[str] | NDArray[Any]
@@ -35,9 +36,20 @@ class SampleTable:
     shape_ids: NDArray[np.int32]
     num_tokens: NDArray[np.int64]
     text_len: NDArray[np.int32]
+    text_joins: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def computed_tokens(self, ids: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Tokens of the samples `ids`, or of all, that cost and memory go by: text counts where it joins; int64."""
+        rows = slice(None) if ids is None else ids
+        return self.num_tokens[rows] + self.text_len[rows] if self.text_joins else self.num_tokens[rows]
+
+    @property
+    def longest_joined_text(self) -> int:
+        """Most text tokens that a sample adds to its sequence."""
+        return int(self.text_len.max()) if self.text_joins else 0
 
     @property
     def shape_tokens(self) -> NDArray[np.int64]:

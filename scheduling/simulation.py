@@ -98,7 +98,7 @@ class Simulation:
             "hours_per_epoch": float(meetings.max(axis=1).sum()) / len(plans) * policy.steps_in_first_epoch / 3.6e9,
             "max_micro_batch_tokens": largest,
             "memory_headroom": 1 - largest / limit,
-            "oversize": int((self.table.num_tokens[self.order.ids] > limit).sum()),
+            "oversize": int((self.table.computed_tokens(self.order.ids) > limit).sum()),
             "lost": lost,
             "repeated": repeated,
             "planner_ms": float(np.median(planner_ms)),
@@ -126,7 +126,7 @@ class Simulation:
         history = CostHistory(self.cost_model)
         if self.knows_speed and self.slow_rank_speed < 1:
             speeds = (round(self.slow_rank_speed * 1000), *[1000] * (self.ranks - 1))
-            history.add(ScheduleUpdate(0, TableCost.of(self.cost_model, self.table.num_tokens), speeds))
+            history.add(ScheduleUpdate(0, TableCost.of(self.cost_model, self.table.computed_tokens()), speeds))
         return build_policy(replace(config, allow_oversize=True), self.table, order, history, self.ranks, self.meet)
 
     def _times(self, plans: list[StepPlan]) -> list[FloatArray]:

@@ -152,7 +152,8 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: f
     end = started + options.budget_minutes * 60
     for number, level in enumerate(levels):
         scan = Scan(config, ranks, geometry, meet, analytic_prior(model_dims(config.model), gpu, level), rows)
-        points = choose_points(options, geometry, scan.cost)
+        joined = config.model.text_len if model_dims(config.model).text_joins else 0
+        points = choose_points(options, geometry, scan.cost, joined)
         done = {(row["batch_size"], row["shape"]) for row in rows if row["recompute"] == level}
         todo = [point for point in points if (point.batch_size, str(point.shape)) not in done]
         if len(todo) < len(points):
@@ -173,8 +174,10 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def choose_points(options: argparse.Namespace, geometry: LatentGeometry, cost: TwoTermCost) -> list[Point]:
-    """Points to measure, cheapest first."""
+def choose_points(
+    options: argparse.Namespace, geometry: LatentGeometry, cost: TwoTermCost, joined_text: int = 0
+) -> list[Point]:
+    """Points to measure, cheapest first; `joined_text` rows of every sample are tokens of its sequence."""
     if options.points:
         parsed = [text.split("x", 1) for text in options.points]
         pairs = [(int(size), parse_shape(shape)) for size, shape in parsed]
@@ -182,12 +185,12 @@ def choose_points(options: argparse.Namespace, geometry: LatentGeometry, cost: T
         lengths = [s for s in options.shapes or SHAPES if geometry.num_tokens(s) <= options.max_seq_len]
         pairs = []
         for number, shape in enumerate(lengths):
-            tokens = geometry.num_tokens(shape)
+            tokens = geometry.num_tokens(shape) + joined_text
             is_full = number % FULL_EVERY == 0 and tokens < TOKEN_SHARES[0] * options.max_tokens
             shares = (*TOKEN_SHARES, 1.0) if is_full else TOKEN_SHARES
             sizes = {1} | {int(share * options.max_tokens) // tokens for share in shares}
             pairs += [(size, shape) for size in sizes if size]
-    points = [Point(size, shape, geometry.num_tokens(shape)) for size, shape in pairs]
+    points = [Point(size, shape, geometry.num_tokens(shape) + joined_text) for size, shape in pairs]
     if not points:
         raise ValueError("no shape is short enough: raise --max-seq-len or --max-tokens")
     return sorted(points, key=lambda point: (point.price_s(cost), point.num_tokens))

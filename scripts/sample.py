@@ -21,8 +21,8 @@ from adaptiveload.data.encode import cut_frames
 from adaptiveload.data.latent_codecs import DctCodec
 from adaptiveload.data.raw import find_inputs
 from adaptiveload.data.video import write_mp4
+from adaptiveload.models.architectures import VideoTransformer, new_transformer
 from adaptiveload.models.sampling import euler_sample
-from adaptiveload.models.wan import WanTransformer
 from adaptiveload.scheduling.order import held_out_mask
 from adaptiveload.training.checkpoint import latest, read_state
 from adaptiveload.training.config import RunConfig, load_config
@@ -33,7 +33,7 @@ from adaptiveload.training.run import model_geometry
 _TOY_PARAMETERS = 10e6
 
 
-def load_averaged_model(run_dir: Path, config: RunConfig, device: torch.device) -> tuple[WanTransformer, int]:
+def load_averaged_model(run_dir: Path, config: RunConfig, device: torch.device) -> tuple[VideoTransformer, int]:
     """Model with the averaged weights of the run's latest checkpoint, and the steps it was trained for.
 
     Raises:
@@ -42,7 +42,7 @@ def load_averaged_model(run_dir: Path, config: RunConfig, device: torch.device) 
     path = latest(run_dir / "checkpoints")
     if path is None:
         raise ValueError(f"{run_dir}/checkpoints holds no checkpoint: train first")
-    model = WanTransformer(config.model)
+    model = new_transformer(config.model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as meant: one process reads all shards
         dcp.load({f"ema/{name}": p.detach() for name, p in model.named_parameters()}, checkpoint_id=path, no_dist=True)

@@ -85,9 +85,10 @@ def simulate_all(args: argparse.Namespace) -> list[Row]:
     cost_model, exponent = read_cost(args)
     rows: list[Row] = []
     for ranks in args.world_size:
-        table = read_table(args, ranks)
+        joins = bool(args.gpu) and MODELS[args.model].text_joins
+        table = replace(read_table(args, ranks), text_joins=joins)
         order = EndlessOrder(np.arange(len(table)), args.seed)
-        costs = cost_model.sample_us(table.num_tokens, table.text_len)
+        costs = cost_model.sample_us(table.computed_tokens(), table.text_len)
         for limit in args.memory_limit_tokens:
             for meet in args.meet:
                 simulation = Simulation(

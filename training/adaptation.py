@@ -48,7 +48,7 @@ class Adaptation:
     ) -> None:
         self.config, self.schedule, self.law, self.ranks = config, schedule, law, ranks
         self.plans_ahead = plans_ahead
-        self.online = OnlineFit(np.unique(schedule.table.num_tokens))
+        self.online = OnlineFit(np.unique(schedule.table.computed_tokens()))
         self.speed = np.ones(ranks.world_size)
         self._slow_refits = np.zeros(ranks.world_size, np.int64)
 
@@ -102,7 +102,7 @@ class Adaptation:
             self.online.observations.clear()
 
     def _observe(self, plan: StepPlan, busy_s: np.ndarray) -> None:
-        tokens = self.schedule.table.num_tokens[plan.sample_ids]
+        tokens = self.schedule.table.computed_tokens(plan.sample_ids)
         for g, slot in enumerate(plan.slots):
             for rank, members in enumerate(slot):
                 if members:

@@ -13,6 +13,8 @@ import yaml
 from omegaconf import II, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from adaptiveload.models.architectures import CONFIGS
+from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.flow_matching import FlowMatchingConfig
 from adaptiveload.models.wan import WanConfig
 from adaptiveload.scheduling.policies import ScheduleConfig
@@ -44,7 +46,7 @@ class RunConfig:
     max_steps: int = 1000
     precision: str = "bf16"
     data: DataConfig = field(default_factory=DataConfig)
-    model: WanConfig = field(default_factory=WanConfig)
+    model: ModelConfig = field(default_factory=WanConfig)
     objective: FlowMatchingConfig = field(default_factory=FlowMatchingConfig)
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(seed=cast(int, II("seed"))))
     cost: CostConfig = field(default_factory=CostConfig)
@@ -91,9 +93,11 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
     for override in overrides:
         if "=" not in override or override.startswith("-"):
             raise ValueError(f"{override!r} is not an override: write key=value, for example optimizer.lr=1e-4")
-    schema = OmegaConf.structured(RunConfig)
-    known = [key for key, _ in _flatten(OmegaConf.to_container(schema, resolve=False))]
     command_line = OmegaConf.from_dotlist(list(overrides))
+    schema = OmegaConf.structured(
+        RunConfig(model=CONFIGS[_architecture(content, OmegaConf.to_container(command_line))]())
+    )
+    known = [key for key, _ in _flatten(OmegaConf.to_container(schema, resolve=False))]
     for where, layer in ((str(path), content), ("command line", OmegaConf.to_container(command_line))):
         for key, value in _flatten(layer):
             _check_known(where, key, value, known)
@@ -104,6 +108,17 @@ def save_config(config: RunConfig, path: Path) -> None:
     """Write `config`, resolved, as YAML that `load_config` reads back to an equal object."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
+
+
+def _architecture(*layers: Any) -> str:
+    """`model.architecture`, which decides what other keys `model` has."""
+    name = RunConfig().model.architecture
+    for layer in layers:
+        if isinstance(group := layer.get("model"), dict):
+            name = group.get("architecture", name)
+    if name not in CONFIGS:
+        raise ValueError(f"model.architecture={name!r}: use {' or '.join(CONFIGS)}")
+    return str(name)
 
 
 def _merge(schema: DictConfig, *layers: tuple[str, DictConfig]) -> RunConfig:

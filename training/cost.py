@@ -1,18 +1,18 @@
 """Which cost and memory models a run plans with: a fitted file, or priors from the model's sizes on a named GPU."""
 
 import logging
-import math
 from dataclasses import asdict, dataclass
 
 import psutil
 import torch
 
 from adaptiveload.kernels.backends import backend_for
+from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.wan import WanConfig
 from adaptiveload.scheduling.cost import GPU_TFLOPS, PowerCost, TwoTermCost, analytic_prior
 from adaptiveload.scheduling.cost_file import LAWS, CostFile
 from adaptiveload.scheduling.fit import power_law_of
-from adaptiveload.scheduling.flops import ModelDims
+from adaptiveload.scheduling.flops import MMDiTDims, ModelDims, WanDims
 from adaptiveload.scheduling.memory import MemoryModel, memory_prior
 
 logger = logging.getLogger(__name__)
@@ -70,19 +70,19 @@ class RunModels:
     is_memory_measured: bool
 
 
-def model_dims(model: WanConfig) -> ModelDims:
+def model_dims(model: ModelConfig) -> ModelDims:
     """The sizes that FLOPs and costs depend on."""
-    return ModelDims(
-        hidden_size=model.hidden_size,
-        num_layers=model.num_layers,
-        num_heads=model.num_attention_heads,
-        ffn_dim=model.ffn_dim,
-        text_len=model.text_len,
-        text_dim=model.text_dim,
-        freq_dim=model.freq_dim,
-        token_size=model.in_channels * math.prod(model.patch_size),
-        out_token_size=model.out_channels * math.prod(model.patch_size),
-    )
+    common = {
+        "hidden_size": model.hidden_size,
+        "num_layers": model.num_layers,
+        "num_heads": model.num_attention_heads,
+        "text_dim": model.text_dim,
+        "token_size": model.in_channels * model.patch_volume,
+        "out_token_size": model.out_channels * model.patch_volume,
+    }
+    if isinstance(model, WanConfig):
+        return WanDims(**common, ffn_dim=model.ffn_dim, text_len=model.text_len, freq_dim=model.freq_dim)
+    return MMDiTDims(**common)
 
 
 def device_name(device: torch.device) -> str:
@@ -112,7 +112,7 @@ def device_memory_bytes(gpu: str, device: torch.device) -> int:
 
 
 def provenance(
-    model: WanConfig, gpu: str, device: torch.device, precision: str, meet: str, ranks: int
+    model: ModelConfig, gpu: str, device: torch.device, precision: str, meet: str, ranks: int
 ) -> dict[str, object]:
     """What a cost file is fitted for, but for the recompute level, which its layout gets as well."""
     layout: dict[str, object] = {"precision": precision, "meet": meet, "ranks": ranks}
@@ -128,7 +128,7 @@ def provenance(
 
 def build_models(
     config: CostConfig,
-    model: WanConfig,
+    model: ModelConfig,
     gpu: str,
     device: torch.device,
     *,

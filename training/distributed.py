@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from adaptiveload.models.wan import WanTransformer
+from adaptiveload.models.architectures import VideoTransformer
 
 _MORE_RANKS = "accelerate launch --config_file configs/accelerate/{file}.yaml --num_processes N train.py ..."
 
@@ -184,7 +184,7 @@ def _parent_command() -> list[str]:
         return []
 
 
-def shard_model(model: WanTransformer, ranks: Ranks, precision: str) -> None:
+def shard_model(model: VideoTransformer, ranks: Ranks, precision: str) -> None:
     """Shard `model` in place with FSDP2: one unit of fp32 parts, one a block, one for the rest.
 
     Masters stay fp32. Under "bf16" blocks gather bf16 weights; time embedding and modulation tables gather fp32,

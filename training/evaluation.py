@@ -11,13 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adaptiveload.data.corpus import Corpus
-from adaptiveload.models.flow_matching import noisy_latents, per_sample_loss, timesteps, velocity_target
+from adaptiveload.models.architectures import VideoTransformer
+from adaptiveload.models.flow_matching import noisy_latents, per_sample_loss, timesteps, token_sigma, velocity_target
 from adaptiveload.models.packing import PackedBatch
-from adaptiveload.models.wan import WanTransformer
 from adaptiveload.scheduling.cost import CostModel
 from adaptiveload.scheduling.planner import plan_step
 from adaptiveload.training.distributed import Ranks, reshard
 from adaptiveload.training.feed import HELD_OUT_EPOCH, MicroBatchDataset, PlannedSample
+
+# Held-out loss is also told by tenths of sigma.
+NUM_SIGMA_BINS = 10
 
 
 @dataclass
@@ -64,7 +67,7 @@ class HeldOut:
         ranks: Ranks,
         config: EvaluationConfig,
     ) -> None:
-        self.dataset, self.ranks = dataset, ranks
+        self.dataset, self.ranks, self.corpus = dataset, ranks, corpus
         self._reported: set[str] = set()
         ids = np.asarray(ids, dtype=np.int64)
         chosen = ids[np.linspace(0, len(ids) - 1, min(len(ids), config.max_samples)).round().astype(int)]
@@ -72,7 +75,7 @@ class HeldOut:
         repeats = np.repeat(np.arange(config.repeats), len(chosen))
         self.num_draws = len(drawn)
         table = corpus.table
-        tokens = table.num_tokens[drawn]
+        tokens = table.computed_tokens(drawn)
         costs = cost_model.sample_us(tokens, table.text_len[drawn])
         limit = max(memory_limit_tokens, int(tokens.max(initial=1)))
         plan = plan_step(costs.tolist(), tokens.tolist(), ranks.world_size, limit) if len(drawn) else None
@@ -85,17 +88,32 @@ class HeldOut:
         ]
 
     @torch.no_grad()
-    def loss(self, model: WanTransformer) -> float:
-        """Mean over held-out draws of the per-sample loss. All ranks must call it together."""
+    def losses(self, model: VideoTransformer) -> dict[str, float]:
+        """Mean over held-out draws of the per-sample loss, without weights. All ranks must call it together.
+
+        Returns:
+            By metric key: of all, of each bucket, and of each tenth of sigma; of those that have draws.
+        """
         reshard(model)  # gathered copies may be of other weights than those swapped in or trained on
-        sums = torch.zeros(2, dtype=torch.float64)
+        shapes, shape_ids = self.corpus.table.shapes, self.corpus.table.shape_ids
+        keys = [
+            "train/loss_heldout",
+            *(f"heldout/loss_sigma_{number}" for number in range(NUM_SIGMA_BINS)),
+            *(f"heldout/loss_{shape}" for shape in shapes),
+        ]
+        sums = torch.zeros(len(keys), 2, dtype=torch.float64)
         for batch in self._batches():
             on_device = batch.to(self.ranks.device)
             velocity = model(noisy_latents(on_device), timesteps(on_device), on_device)
-            losses = per_sample_loss(velocity, velocity_target(on_device), batch.seq_offsets)
-            sums += _sum_real(batch, losses)
+            losses = per_sample_loss(velocity, velocity_target(on_device), batch.seq_offsets).double().cpu()
+            for i, (sample_id, is_filler) in enumerate(zip(batch.sample_ids, batch.is_filler, strict=True)):
+                if not is_filler:
+                    level = min(int(batch.sigma[i] * NUM_SIGMA_BINS), NUM_SIGMA_BINS - 1)
+                    rows = [0, 1 + level, 1 + NUM_SIGMA_BINS + int(shape_ids[sample_id])]
+                    sums[rows] += torch.stack([losses[i], torch.ones_like(losses[i])])
         reshard(model)  # nor may training go on with the copies gathered here
-        return self._mean(sums)
+        dist.all_reduce(sums, group=self.ranks.host_group)
+        return {key: float(total / count) for key, (total, count) in zip(keys, sums, strict=True) if count}
 
     @cached_property
     def linear_loss(self) -> float:
@@ -117,7 +135,7 @@ class HeldOut:
         variance = (second / count).repeat_interleave(size // channels) - mean.square()
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in self._batches():
-            sigma = batch.sigma.double().repeat_interleave(batch.seq_offsets.diff().long())[:, None]
+            sigma = token_sigma(batch).double()
             slope = (sigma - (1 - sigma) * variance) / ((1 - sigma).square() * variance + sigma.square())
             predicted = -mean + slope * (noisy_latents(batch).double() - (1 - sigma) * mean)
             sums += _sum_real(batch, per_sample_loss(predicted, velocity_target(batch), batch.seq_offsets))

@@ -125,7 +125,7 @@ class MicroBatchDataset(Dataset[MicroBatch]):
         filler: Shape of fillers: the smallest there is.
         objective: Timestep distribution and caption dropout.
         seed: The run's seed.
-        is_training: False for held-out samples: their first captions always count.
+        is_training: False for held-out samples: their first captions always count, and all their frames.
     """
 
     def __init__(
@@ -169,8 +169,9 @@ class MicroBatchDataset(Dataset[MicroBatch]):
             latents=patchify(torch.from_numpy(sample.latents), self.geometry.patch),
             noise=patchify(torch.from_numpy(drawn.noise), self.geometry.patch),
             sigma=drawn.sigma,
+            clean_frames=drawn.clean_frames if self.is_training else 0,
             text=torch.from_numpy(self._text(planned, sample, drawn.drops_text)),
-            weight=planned.weight,
+            weight=planned.weight * drawn.loss_weight,
         )
 
     def _text(self, planned: PlannedSample, sample: Sample, drops_text: bool) -> np.ndarray:

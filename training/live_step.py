@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from adaptiveload.models.architectures import VideoTransformer, new_transformer
 from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
 from adaptiveload.models.packing import PackedBatch
-from adaptiveload.models.wan import WanTransformer
+from adaptiveload.models.pretrained import load_pretrained
 from adaptiveload.training.distributed import Ranks, set_meeting, shard_model
 from adaptiveload.training.optimizer import build_optimizer
 from adaptiveload.training.step_timer import StepTimer
@@ -15,19 +16,33 @@ if TYPE_CHECKING:
     from adaptiveload.training.config import RunConfig
 
 
-def build_model(config: "RunConfig", ranks: Ranks) -> tuple[WanTransformer, StepTimer, torch.optim.AdamW]:
-    """The sharded model of a run, freshly drawn, the timer on its blocks, and its optimizer."""
-    # Drawn on the CPU: equal weights on all ranks, and on every kind of device, before they are sharded.
-    torch.manual_seed(config.seed)
-    model = WanTransformer(config.model).to(ranks.device)
+def build_model(
+    config: "RunConfig", ranks: Ranks, *, is_resumed: bool = False
+) -> tuple[VideoTransformer, StepTimer, torch.optim.AdamW]:
+    """The sharded model of a run, the timer on its blocks, and its optimizer.
+
+    Each rank holds only its shards at any time: the model is laid out without memory, sharded, and then read from
+    `model.pretrained` or drawn. With `is_resumed` a checkpoint will fill it and its values are left undefined.
+
+    Raises:
+        ValueError: If `model.pretrained` cannot be read or is not of this model.
+    """
+    with torch.device("meta"):
+        model = new_transformer(config.model)
     shard_model(model, ranks, config.precision)
+    model.to_empty(device=ranks.device)
+    if config.model.pretrained is not None and not is_resumed:
+        load_pretrained(model, config.model.pretrained)
+    elif not is_resumed:
+        torch.manual_seed(config.seed)
+        model.init_weights()
     timer = StepTimer(ranks.device)
     timer.attach(model.fsdp_units()[1])
     return model, timer, build_optimizer(model, config.optimizer)  # after sharding: it must hold the shards
 
 
 def run_micro_batch(
-    model: WanTransformer,
+    model: VideoTransformer,
     timer: StepTimer,
     batch: PackedBatch,
     *,

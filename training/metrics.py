@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaptiveload.scheduling.flops import ModelDims, wan_train_flops
+from adaptiveload.scheduling.flops import ModelDims
 from adaptiveload.scheduling.metrics import idle_share, load_cv, straggler
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.samples import SampleTable
@@ -94,7 +94,8 @@ def step_metrics(
     }
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
     if peak is not None:
-        flops = sum(wan_train_flops(dims, int(s)) for s in table.num_tokens[plan.sample_ids])
+        pairs = zip(table.num_tokens[plan.sample_ids], table.text_len[plan.sample_ids], strict=True)
+        flops = sum(dims.train_flops(int(tokens), int(text)) for tokens, text in pairs)
         metrics["perf/mfu"] = flops / step_s / len(measured.step_s) / peak
     for rank, (busy_s, wall_s) in enumerate(zip(busy_by_rank, measured.step_s, strict=True)):
         metrics[f"rank/{rank:03d}/busy_s"] = float(busy_s)

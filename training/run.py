@@ -8,7 +8,8 @@ import torch
 
 from adaptiveload.data.corpus import Corpus, open_corpus
 from adaptiveload.data.stream import find_shards, peek_normalization, shard_names
-from adaptiveload.models.wan import WanConfig, WanTransformer
+from adaptiveload.models.architectures import VideoTransformer, new_transformer
+from adaptiveload.models.config import ModelConfig
 from adaptiveload.scheduling.cost import analytic_prior
 from adaptiveload.scheduling.order import EndlessOrder, held_out_mask
 from adaptiveload.scheduling.paper_policies import BucketPolicy
@@ -98,7 +99,7 @@ class Run:
     config: RunConfig
     ranks: Ranks
     schedule: Schedule | StreamSchedule
-    model: WanTransformer
+    model: VideoTransformer
     optimizer: torch.optim.AdamW
     ema: Ema
     timer: StepTimer
@@ -118,9 +119,9 @@ class Run:
         return state
 
 
-def model_geometry(model: WanConfig) -> LatentGeometry:
+def model_geometry(model: ModelConfig) -> LatentGeometry:
     """Geometry of the latents that `model` takes."""
-    return LatentGeometry(channels=model.in_channels, patch=tuple(model.patch_size))
+    return LatentGeometry(model.in_channels, spatial_stride=model.spatial_stride, patch=tuple(model.patch_size))
 
 
 def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: dict[str, object] | None) -> Schedule:
@@ -141,11 +142,13 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
     if corpus.info.geometry != geometry:
         raise ValueError(
             f"{paths}: latents of {corpus.info.geometry}, but model.in_channels="
-            f"{config.model.in_channels} and model.patch_size={list(config.model.patch_size)} take {geometry}"
+            f"{config.model.in_channels}, model.patch_size={list(config.model.patch_size)} and "
+            f"model.spatial_stride={config.model.spatial_stride} take {geometry}"
         )
     if corpus.info.text_dim != config.model.text_dim:
         raise ValueError(f"{paths}: text_dim {corpus.info.text_dim}, but model.text_dim={config.model.text_dim}")
-    table = corpus.table
+    table = replace(corpus.table, text_joins=model_dims(config.model).text_joins)
+    corpus = replace(corpus, table=table)
     if (longest := int(table.text_len.max())) > config.model.text_len:
         raise ValueError(f"{paths}: a text of {longest} rows, but model.text_len={config.model.text_len}")
     held_out = held_out_mask(corpus.source_names, config.data.held_out_share, config.seed)[corpus.source_codes]
@@ -161,7 +164,7 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         meet=meet,
         recompute=config.schedule.recompute,
         ranks=ranks,
-        seq_lens=np.unique(table.num_tokens).tolist(),
+        seq_lens=np.unique(table.computed_tokens()).tolist(),
         memory_limit_tokens=config.schedule.memory_limit_tokens,
     )
     schedule_config = replace(config.schedule, meet=meet)
@@ -195,7 +198,7 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         "schedule.order_block_size": config.schedule.order_block_size,
         "schedule.lookahead": lookahead,
         "data.held_out_share": config.data.held_out_share,
-        "model": json.loads(json.dumps(asdict(config.model))),
+        "model": json.loads(json.dumps(asdict(replace(config.model, pretrained=None)))),
     }
     if isinstance(policy, BucketPolicy):
         # Every rank fills buckets of its own there: which samples a step holds depends on these too.
@@ -237,7 +240,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
             schedule.corpus.verify()
     ranks.barrier()
 
-    model, timer, optimizer = build_model(config, ranks)
+    model, timer, optimizer = build_model(config, ranks, is_resumed=resume_from is not None)
     ema = Ema(model, config.ema)
     checkpointer = Checkpointer(folder, config.checkpoint, ranks, model, optimizer, ema)
     first_step, num_lost = 0, 0
@@ -315,6 +318,10 @@ def planned_feeds(config: RunConfig, ranks: Ranks, schedule: Schedule, first_ste
 def build_stream_schedule(config: RunConfig, device: torch.device) -> StreamSchedule:
     """What decides over a run without an index. Raises ValueError for what needs one."""
     check_stream_config(config.data, config.schedule)
+    if model_dims(config.model).text_joins:
+        raise ValueError(
+            f"model.architecture={config.model.architecture}: needs data.mode=index, a stream does not price text"
+        )
     gpu = resolve_gpu(config.cost, device)
     meet = resolve_meet(config, gpu, device)
     identity: dict[str, object] = {
@@ -383,6 +390,6 @@ def resolve_meet(config: RunConfig, gpu: str, device: torch.device) -> str:
     if config.schedule.meet != "auto":
         return config.schedule.meet
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in WanTransformer(config.model).parameters())
+        parameters = sum(parameter.numel() for parameter in new_transformer(config.model).parameters())
     memory = device_memory_bytes(gpu, device)
     return "step" if parameters * _UNSHARDED_BYTES_PER_PARAMETER <= _UNSHARDED_SHARE * memory else "slot"

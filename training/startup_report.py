@@ -62,7 +62,7 @@ def warnings(schedule: Schedule, ranks: int) -> list[str]:
     if not isinstance(schedule.policy, BalancedPolicy) or ranks == 1:
         return []
     ids = schedule.train_ids
-    costs = schedule.history.initial.sample_us(schedule.table.num_tokens[ids], schedule.table.text_len[ids])
+    costs = schedule.history.initial.sample_us(schedule.table.computed_tokens(ids), schedule.table.text_len[ids])
     enough, given = enough_samples_per_step(costs, ranks), schedule.settings.samples_per_step
     if given >= enough or int(schedule.settings.lookahead) % ranks == 0:  # whole cohorts are level at any step size
         return []

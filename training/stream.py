@@ -5,6 +5,7 @@ fillers where one has run out. An epoch ends for all when none has a sample left
 index would allow, leveling the work of the ranks, is not done here.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -173,6 +174,8 @@ class StreamDataset(IterableDataset[StreamItem | StreamLoss | ShardEnd]):
             latents=patchify(torch.from_numpy(sample.latents), self.geometry.patch),
             noise=patchify(torch.from_numpy(drawn.noise), self.geometry.patch),
             sigma=drawn.sigma,
+            clean_frames=drawn.clean_frames,
+            weight=math.prod(grid) ** self.schedule.loss_weight_exponent * drawn.loss_weight,
             text=torch.from_numpy(self.null_text if drawn.drops_text else sample.text),
         )
 

@@ -5,13 +5,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from adaptiveload.models.attention import AttentionBatch, attention_batches, packed_attention
+from adaptiveload.models.config import ModelConfig
+from adaptiveload.models.mmdit import MMDiTConfig
 from adaptiveload.models.packing import PackedBatch, PackedSample, filler_sample, pack
-from adaptiveload.models.wan import WanConfig
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
 
 def synthetic_batch(
-    shapes: Sequence[Shape], geometry: LatentGeometry, model: WanConfig, device: torch.device
+    shapes: Sequence[Shape], geometry: LatentGeometry, model: ModelConfig, device: torch.device
 ) -> PackedBatch:
     """A micro-batch of one sample of each of `shapes`, on `device`; of one filler of the smallest shape if empty."""
     if not shapes:
@@ -27,7 +28,7 @@ def synthetic_batch(
 
 
 def warm_up_attention(
-    micro_batches: Iterable[Sequence[int]], model: WanConfig, device: torch.device, precision: str
+    micro_batches: Iterable[Sequence[int]], model: ModelConfig, device: torch.device, precision: str
 ) -> int:
     """Run each dense attention call that these micro-batches (lengths of their samples) will make, once.
 
@@ -38,10 +39,12 @@ def warm_up_attention(
     """
     if device.type != "cuda":
         return 0
+    # Text joins the sequence, or has an attention of its own; `synthetic_batch` gives every sample all rows.
+    joined = model.text_len if isinstance(model, MMDiTConfig) else 0
     calls: set[AttentionBatch] = set()
     for lengths in micro_batches:
-        offsets = torch.tensor([0, *sorted(lengths)], dtype=torch.int32).cumsum(0)
-        for key_len in (None, model.text_len):
+        offsets = torch.tensor([0, *(length + joined for length in sorted(lengths))], dtype=torch.int32).cumsum(0)
+        for key_len in (None,) if joined else (None, model.text_len):
             calls |= set(attention_batches(offsets, key_len))
     heads = (model.num_attention_heads, model.attention_head_dim)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32

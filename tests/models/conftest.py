@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from adaptiveload.models.mmdit import MMDiTConfig, VideoMMDiT
 from adaptiveload.models.packing import PackedSample
 from adaptiveload.models.wan import WanConfig, WanTransformer
 
@@ -41,6 +42,22 @@ def make_model(**changes) -> WanTransformer:
     return model
 
 
+def make_mmdit_model(**changes) -> VideoMMDiT:
+    sizes = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 24,
+        "axes_dims_rope": (4, 10, 10),
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 16,
+        "num_layers": 3,
+        "text_len": 8,
+    }
+    model = VideoMMDiT(MMDiTConfig(**(sizes | changes)))
+    randomize(model)
+    return model
+
+
 def make_samples(config: WanConfig, grids=tuple(GRIDS), seed: int = 1) -> list[PackedSample]:
     generator = torch.Generator().manual_seed(seed)
     token_size = config.in_channels * config.patch_volume
@@ -75,3 +92,13 @@ def model() -> WanTransformer:
 @pytest.fixture
 def samples(config) -> list[PackedSample]:
     return make_samples(config)
+
+
+@pytest.fixture
+def make_wan():
+    return make_model
+
+
+@pytest.fixture
+def make_mmdit():
+    return make_mmdit_model

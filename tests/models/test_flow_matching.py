@@ -1,15 +1,19 @@
 """Keyed random numbers, the distribution of noise levels, and the loss that leaves fillers out."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from adaptiveload.models.flow_matching import (
+    LOSS_WEIGHTINGS,
+    SIGMA_SAMPLINGS,
     FlowMatchingConfig,
     draw,
     draw_sigma,
+    mode_sigma,
     noise_shift,
     noisy_latents,
     per_sample_loss,
@@ -91,10 +95,96 @@ def test_sigma_distribution():
     assert 0.001 < np.mean(mixed < 0.02) < 0.004
 
 
+def test_mode_sampling_is_sd3s():
+    """The formula of diffusers' training_utils, and against the distribution of its own draws."""
+    from diffusers.training_utils import compute_density_for_timestep_sampling
+
+    config = FlowMatchingConfig(sigma_sampling="mode", uniform_share=0)
+    rng = np.random.default_rng(0)
+    ours = np.array([draw_sigma(rng, 1_560, config) for _ in range(20_000)])
+    generator = torch.Generator().manual_seed(0)
+    theirs = compute_density_for_timestep_sampling("mode", 20_000, mode_scale=1.29, generator=generator).numpy()
+    for level in (0.1, 0.3, 0.5, 0.7, 0.9):
+        # Two shares of 20,000 draws differ by a standard error of .005 at most; four of them.
+        assert np.mean(ours < level) == pytest.approx(np.mean(theirs < level), abs=0.02), level
+    assert (mode_sigma(0.0, 1.29), mode_sigma(1.0, 1.29)) == pytest.approx((1, 0))
+    with pytest.raises(ValueError, match=r"mode_scale is 2; above 1\.752"):
+        FlowMatchingConfig(mode_scale=2)
+
+
+def test_constant_shift_and_uniform_sampling():
+    config = FlowMatchingConfig(sigma_sampling="uniform", shift_rule="constant", shift=5)
+    assert noise_shift(1, config) == noise_shift(10**6, config) == 5
+    rng = np.random.default_rng(0)
+    draws = np.array([draw_sigma(rng, 1, config) for _ in range(20_000)])
+    # P(shifted < s') = P(u < s' / (5 - 4 s')); at s' = .5 that is a sixth.
+    assert np.mean(draws < 0.5) == pytest.approx(1 / 6, abs=0.0145)
+    # Every option takes as many numbers: what is drawn afterwards stays.
+    left = set()
+    for sampling in SIGMA_SAMPLINGS:
+        rng = sample_generator(**KEY)
+        draw_sigma(rng, 1, FlowMatchingConfig(sigma_sampling=sampling))
+        left.add(rng.random())
+    assert len(left) == 1
+
+
+def test_loss_weightings():
+    from diffusers.training_utils import compute_loss_weighting_for_sd3
+
+    sigmas = np.linspace(0, 1, 1001)
+    weights = {name: np.array([weight(sigma) for sigma in sigmas]) for name, weight in LOSS_WEIGHTINGS.items()}
+    expected = compute_loss_weighting_for_sd3("cosmap", torch.from_numpy(sigmas)).numpy()
+    np.testing.assert_allclose(weights["cosmap"], expected, rtol=1e-12)
+    for name, values in weights.items():
+        assert np.trapezoid(values, sigmas) == pytest.approx(1, abs=1e-5), name  # a mean of 1 over uniform sigma
+        assert (values >= -1e-12).all(), name
+    assert weights["bell"][[0, -1]] == pytest.approx(0, abs=1e-12)
+    drawn = draw(sample_generator(**KEY), (1, 1, 1, 1), 1, FlowMatchingConfig(loss_weighting="cosmap"))
+    assert drawn.loss_weight == LOSS_WEIGHTINGS["cosmap"](drawn.sigma)
+    assert draw(sample_generator(**KEY), (1, 1, 1, 1), 1, FlowMatchingConfig()).loss_weight == 1
+
+
 def test_text_dropout_share():
     config = FlowMatchingConfig(text_dropout=0.25)
     dropped = [draw(sample_generator(0, "s", str(key), 0, 0), (1,), 1, config).drops_text for key in range(4000)]
     assert np.mean(dropped) == pytest.approx(0.25, abs=0.028)  # four standard errors
+
+
+def test_clean_first_frames_of_clips_alone():
+    config = FlowMatchingConfig(clean_first_frame=0.25)
+    draws = [draw(sample_generator(0, "s", str(key), 0, 0), (1, 2, 1, 1), 1, config) for key in range(4000)]
+    assert np.mean([drawn.clean_frames for drawn in draws]) == pytest.approx(0.25, abs=0.028)  # four standard errors
+    always = FlowMatchingConfig(clean_first_frame=1)
+    assert draw(sample_generator(**KEY), (1, 1, 2, 2), 1, always).clean_frames == 0, (
+        "of a picture nothing would be left"
+    )
+    # Other numbers do not move with it.
+    assert draw(sample_generator(**KEY), (1, 2, 2, 2), 1, always).sigma == pytest.approx(
+        draw(sample_generator(**KEY), (1, 2, 2, 2), 1, FlowMatchingConfig()).sigma
+    )
+
+
+def test_given_frames_stay_clean_and_out_of_the_loss(samples):
+    samples = [replace(s, clean_frames=s.grid[0] - 1) for s in samples]
+    batch = pack(samples)
+    noisy, target = noisy_latents(batch), velocity_target(batch)
+    velocity = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(0))
+    times = dict(zip(batch.segment_offsets.tolist(), timesteps(batch).tolist(), strict=False))
+    start, expected = 0, 0.0
+    for row, sample_id in enumerate(batch.sample_ids):
+        sample = samples[sample_id]
+        end, given = start + len(sample.latents), sample.clean_frames * sample.grid[1] * sample.grid[2]
+        assert torch.equal(noisy[start : start + given], sample.latents[:given])
+        assert not torch.equal(noisy[start + given : end], sample.latents[given:])
+        if given:
+            assert times[start] == 0
+        assert times[start + given] == 1000 * torch.tensor(sample.sigma)
+        error = (velocity - target)[start + given : end].square().mean()
+        expected += batch.weights[row].float() * error
+        start = end
+    torch.testing.assert_close(weighted_loss_sum(batch, velocity), expected, rtol=1e-6, atol=0)  # another order of sums
+    with pytest.raises(ValueError, match="3 clean frames of 3"):
+        pack([replace(samples[1], clean_frames=3)])
 
 
 @pytest.mark.parametrize(
@@ -103,6 +193,9 @@ def test_text_dropout_share():
         ({"text_dropout": 1.5}, "text_dropout is 1.5"),
         ({"shift": 0}, "shift is 0"),
         ({"logit_std": -1}, "logit_std is -1"),
+        ({"sigma_sampling": "normal"}, "sigma_sampling is 'normal'; it is one of logit_normal, uniform, mode"),
+        ({"loss_weighting": "snr"}, "loss_weighting is 'snr'; it is one of none, cosmap, bell"),
+        ({"shift_rule": "flux"}, "shift_rule is 'flux'"),
     ],
 )
 def test_config_mistakes_are_named(options, message):

@@ -6,6 +6,9 @@ Run as a script it is one of the two processes; under pytest it starts them.
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
+
+from tests.launching import environment
 
 WORLD_SIZE = 2
 
@@ -13,7 +16,9 @@ WORLD_SIZE = 2
 def test_two_processes_agree_with_the_unsharded_model(tmp_path):
     command = [sys.executable, __file__, str(tmp_path / "rendezvous")]
     workers = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        )
         for rank in range(WORLD_SIZE)
     ]
     try:
@@ -139,6 +144,35 @@ def check_a_rank_of_fillers_runs_along(rank: int) -> None:
         assert relative(grad, dict(model.named_parameters())[name].grad) < 1e-6, name
 
 
+def check_mmdit_gradients_equal_those_of_one_process(rank: int) -> None:
+    """Other samples, texts and numbers of groups on each rank; given frames, and one rank with fillers besides."""
+    samples = make_samples(make_config())
+    samples[1] = replace(samples[1], clean_frames=1)
+    model = make_mmdit_model()
+    loss_of(model, samples).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    fillers = [filler_sample((1, 1, 1), token_size=16, text_dim=16)] * rank
+    for recompute in ("none", "full"):
+        sharded = shard(make_mmdit_model(), None)
+        (WORLD_SIZE * loss_of(sharded, [*samples[rank::WORLD_SIZE], *fillers], recompute=recompute)).backward()
+        for name, parameter in sharded.named_parameters():
+            if parameter.grad is None:
+                assert expected[name] is None, name
+            elif expected[name].norm() == 0:
+                assert parameter.grad.full_tensor().norm() == 0, name
+            else:
+                assert relative(parameter.grad.full_tensor(), expected[name]) < 1e-5, name  # sums in another order
+
+
+def check_mmdit_bf16_equals_the_unsharded_model(rank: int) -> None:
+    """The oracle has its weights rounded by hand, outside the fp32 unit and the head alone. Bit for bit."""
+    samples = make_samples(make_config())
+    model = make_mmdit_model()
+    for module in (model.img_in, model.txt_in, model.txt_norm, model.transformer_blocks):
+        module.bfloat16()
+    assert torch.equal(loss_of(shard(make_mmdit_model(), torch.bfloat16), samples), loss_of(model, samples))
+
+
 def check_full_state_dict_has_diffusers_names(rank: int) -> None:
     model = shard(make_model(), torch.bfloat16)
     state = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
@@ -164,7 +198,7 @@ def main(rendezvous: str, rank: int) -> None:
 
 if __name__ == "__main__":
     import torch
-    from conftest import make_config, make_model, make_samples
+    from conftest import make_config, make_mmdit_model, make_model, make_samples
 
     from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
     from adaptiveload.models.packing import filler_sample, pack

@@ -65,7 +65,8 @@ def test_filler_is_finite_weightless_and_marked():
     assert (batch.keys, batch.sample_ids) == (("lost",), (7,))
     assert batch.weights.item() == 0
     assert batch.latents.abs().max() == 0
-    assert batch.text.shape == (0, 8)
+    assert batch.text.shape == (1, 8)
+    assert batch.text.abs().max() == 0
 
 
 def test_samples_that_do_not_fit_are_named(samples):

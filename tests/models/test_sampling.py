@@ -55,6 +55,25 @@ def test_each_sample_is_that_of_a_call_of_its_own(model, texts, null_text):
         torch.testing.assert_close(together[index], alone, rtol=0, atol=1e-4)
 
 
+def test_the_mmdit_samples_by_the_same_code(make_mmdit, texts, null_text):
+    mmdit = make_mmdit()
+    together = euler_sample(mmdit, GRIDS, texts, null_text, SEEDS, num_steps=2)
+    (alone,) = euler_sample(mmdit, GRIDS[1:2], texts[1:2], null_text, SEEDS[1:2], num_steps=2)
+    torch.testing.assert_close(together[1], alone, rtol=0, atol=1e-4)  # as above
+
+
+def test_a_given_first_frame_stays_and_changes_the_rest(model, texts, null_text):
+    """Between a sample with a free first frame and a picture; diffusers' TI2V pipeline overwrites it as well."""
+    grids = [(3, 2, 2), (3, 2, 2), (1, 3, 2)]
+    first = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(8))
+    free = euler_sample(model, grids, texts, null_text, SEEDS, num_steps=3)
+    given = euler_sample(model, grids, texts, null_text, SEEDS, num_steps=3, first_frames=[None, first, None])
+    assert torch.equal(given[1][:, :1], first)
+    assert (given[1][:, 1:] - free[1][:, 1:]).abs().max() > 1e-3
+    for index in (0, 2):
+        torch.testing.assert_close(given[index], free[index], rtol=0, atol=1e-4)  # float32 sums in another order
+
+
 def test_guidance_is_a_line_through_the_null_and_the_text_prediction(model, texts, null_text):
     """One step is linear in the velocity: x(g) = x(0) + g * (x(1) - x(0))."""
 

@@ -2,6 +2,8 @@
 
 import copy
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from adaptiveload.models import wan
 from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
 from adaptiveload.models.packing import filler_sample, pack, pad_text, patchify, unpatchify
 from adaptiveload.models.wan import WanConfig, WanTransformer, diffusers_name
+from adaptiveload.training.config import load_config
 
 PATCH = (1, 2, 2)
+ROOT = Path(__file__).parent.parent.parent
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -107,6 +111,72 @@ def test_strict_loading_names_a_missing_table(model):
         model.load_state_dict(state)
 
 
+def given_first_frames(samples):
+    """Every clip with a clean first frame; pictures, and one clip, without."""
+    return [
+        replace(sample, clean_frames=1) if sample.grid[0] > 1 and sample.sample_id != 6 else sample
+        for sample in samples
+    ]
+
+
+def run_reference_per_token(reference, sample, text_len: int) -> torch.Tensor:
+    """Velocity tokens by diffusers as its TI2V pipeline calls it: a timestep for every token, 0 in the first frame."""
+    text = torch.zeros(1, text_len, sample.text.shape[1])
+    text[0, : len(sample.text)] = sample.text
+    timestep = torch.full((1, *sample.grid), 1000 * sample.sigma)
+    timestep[:, : sample.clean_frames] = 0
+    noisy = (1 - sample.sigma) * sample.latents + sample.sigma * sample.noise
+    given = sample.clean_frames * sample.grid[1] * sample.grid[2]
+    noisy[:given] = sample.latents[:given]
+    latents = unpatchify(noisy, sample.grid, PATCH).unsqueeze(0)
+    (velocity,) = reference(latents, timestep.flatten(1), text, return_dict=False)
+    return patchify(velocity[0], PATCH)
+
+
+def test_clean_first_frames_equal_diffusers_timesteps_per_token(model, config, samples, reference):
+    """Outputs and gradients of the loss, on a batch where samples have one segment or two."""
+    samples = given_first_frames(samples)
+    batch = pack(samples)
+    assert 0 < sum(batch.is_clean) < len(samples)
+    velocity = model(noisy_latents(batch), timesteps(batch), batch)
+    by_id = dict(zip(batch.sample_ids, velocity.split(batch.seq_offsets.diff().tolist()), strict=True))
+    weighted_loss_sum(batch, velocity).backward()
+    for sample in samples:
+        expected = run_reference_per_token(reference, sample, config.text_len)
+        torch.testing.assert_close(by_id[sample.sample_id], expected, rtol=0, atol=1e-5)  # as above
+        given = sample.clean_frames * sample.grid[1] * sample.grid[2]
+        target = (sample.noise - sample.latents)[given:]
+        (sample.weight * (expected[given:] - target).square().mean()).backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert relative(parameter.grad, expected[diffusers_name(name)]) < 2e-5, name  # as above
+
+
+def test_given_frames_are_in_no_gradient(model, samples):
+    """Whatever a clean frame's noise was drawn as, and whatever is predicted for it."""
+    samples = given_first_frames(samples)
+    loss, grads = run(model, samples)
+    for index, sample in enumerate(samples):
+        noise = sample.noise.clone()
+        noise[: sample.clean_frames * sample.grid[1] * sample.grid[2]] = math.nan
+        samples[index] = replace(sample, noise=noise)
+    batch = pack(samples)
+    inputs = noisy_latents(pack(given_first_frames([replace(s, noise=s.noise.nan_to_num()) for s in samples])))
+    velocity = model(inputs, timesteps(batch), batch)
+    again = weighted_loss_sum(batch, velocity)
+    model.zero_grad()
+    again.backward()
+    assert torch.equal(loss, again.detach())
+    assert all(torch.equal(parameter.grad, grads[name]) for name, parameter in model.named_parameters())
+
+
+def test_gradient_with_given_frames_does_not_depend_on_the_partition(model, samples):
+    samples = given_first_frames(samples)
+    _, grads = run(model, samples)
+    parts = [run(model, [samples[index] for index in part])[1] for part in ([0, 1, 7], [5, 4, 2], [6, 3])]
+    assert relative(sum(flatten(part) for part in parts), flatten(grads)) < 1e-6  # float32 sums in another order
+
+
 def test_config_of_a_diffusers_checkpoint(config):
     assert WanConfig.from_diffusers(config.to_diffusers() | {"image_dim": None, "_class_name": "x"}) == WanConfig(
         **config.to_diffusers()
@@ -118,9 +188,11 @@ def test_config_of_a_diffusers_checkpoint(config):
 def test_parameter_counts_of_the_released_models():
     with torch.device("meta"):
         small = WanTransformer(WanConfig())
+        middle = WanTransformer(load_config(ROOT / "configs" / "wan2_2_ti2v_5b.yaml").model)
         large = WanTransformer(WanConfig(num_attention_heads=40, attention_head_dim=128, ffn_dim=13824, num_layers=40))
     assert sum(parameter.numel() for parameter in small.parameters()) == 1_418_996_800
     assert sum(parameter.numel() for parameter in large.parameters()) == 14_288_491_584
+    assert sum(parameter.numel() for parameter in middle.parameters()) == 4_999_787_712
 
 
 def test_swapping_norm2_and_norm3_would_show(model, samples):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from adaptiveload.scheduling.cost import GPU_TFLOPS, PowerCost, TableCost, TwoTermCost, analytic_prior
-from adaptiveload.scheduling.flops import WAN_1_3B, WAN_14B, wan_forward_flops, wan_train_flops
+from adaptiveload.scheduling.flops import MMDIT_20B, WAN_1_3B, WAN_14B
 from adaptiveload.scheduling.metrics import idle_share, load_cv, straggler
 
 TEXT = np.array([512])
@@ -10,11 +10,13 @@ TEXT = np.array([512])
 
 def test_flops_of_the_released_sizes():
     # Counted by torch's FlopCounterMode over diffusers' models on the meta device, five digits given.
-    assert wan_forward_flops(WAN_1_3B, 32_760) == pytest.approx(2.8300e14, rel=2e-5)
-    assert wan_forward_flops(WAN_14B, 32_760) == pytest.approx(1.67837e15, rel=3e-6)
+    assert WAN_1_3B.forward_flops(32_760, 512) == pytest.approx(2.8300e14, rel=2e-5)
+    assert WAN_14B.forward_flops(32_760, 512) == pytest.approx(1.67837e15, rel=3e-6)
     for tokens, small, large in ((1560, 13.95e12, 126.4e12), (7800, 94.8e12, 725e12), (75_600, 3749e12, 19_570e12)):
-        assert wan_train_flops(WAN_1_3B, tokens) == pytest.approx(small, rel=2e-3)  # three or four digits given
-        assert wan_train_flops(WAN_14B, tokens) == pytest.approx(large, rel=2e-3)
+        assert WAN_1_3B.train_flops(tokens, 512) == pytest.approx(small, rel=2e-3)  # three or four digits given
+        assert WAN_14B.train_flops(tokens, 512) == pytest.approx(large, rel=2e-3)
+    # Qwen-Image at 81x480x832, its last text MLP left out.
+    assert MMDIT_20B.forward_flops(32_760, 512) == pytest.approx(1268e12, rel=1e-3)
 
 
 def test_two_term_cost_is_additive_whole_and_floored():

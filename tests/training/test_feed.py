@@ -11,7 +11,8 @@ import torch
 from adaptiveload.data.corpus import SourceConfig, open_corpus
 from adaptiveload.data.index import write_index
 from adaptiveload.data.indexer import index_shards
-from adaptiveload.models.flow_matching import FlowMatchingConfig
+from adaptiveload.data.stream import Progress, find_shards
+from adaptiveload.models.flow_matching import LOSS_WEIGHTINGS, FlowMatchingConfig
 from adaptiveload.scheduling.cost import TwoTermCost
 from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.policies import POLICIES, ScheduleConfig, build_policy
@@ -21,9 +22,11 @@ from adaptiveload.training.feed import (
     MicroBatch,
     MicroBatchDataset,
     PlannedFeed,
+    PlannedSample,
     explain_worker_failure,
 )
 from adaptiveload.training.ledger import Ledger
+from adaptiveload.training.stream import StreamDataset, StreamItem
 
 GEOMETRY = LatentGeometry()
 COST = TwoTermCost(0.0, 100.0, 1.0, 1.0, 0.01)
@@ -54,6 +57,26 @@ def test_steps_are_the_same_bit_for_bit_with_any_number_of_workers(dataset: Path
             assert one.packed.keys == other.packed.keys
             for name in ("latents", "noise", "sigma", "text"):
                 assert torch.equal(getattr(one.packed, name), getattr(other.packed, name))
+
+
+def test_samples_carry_the_weight_that_is_in_z_times_that_of_their_noise_level(dataset: Path) -> None:
+    """Planned samples and streamed ones; Z counts S ** alpha alone."""
+    objective = FlowMatchingConfig(loss_weighting="cosmap")
+    corpus = open_corpus([SourceConfig(str(dataset))], GEOMETRY)
+    planned = MicroBatchDataset(corpus.reader(), GEOMETRY, Shape(1, 32, 32), objective, seed=7)
+    requests = tuple(PlannedSample(row, corpus.place(row), 0, 0, weight=3.0) for row in range(6))
+    packed = planned[requests].packed
+    for weight, sigma in zip(packed.weights.tolist(), packed.sigma.tolist(), strict=True):
+        assert weight == pytest.approx(3 * LOSS_WEIGHTINGS["cosmap"](sigma), rel=1e-6)  # sigma is float32 here
+    schedule = ScheduleConfig(memory_limit_tokens=128, loss_weight_exponent=0.5)
+    null_text = corpus.reader().null_text()
+    parts = (Progress(), corpus.info.normalization_hash, null_text, 8, schedule, GEOMETRY, objective, 7)
+    urls, _ = find_shards(str(dataset))
+    items = [item for item in StreamDataset(urls, (0, 1), *parts) if isinstance(item, StreamItem)]
+    assert len(items) == len(corpus.table)
+    for item in items:
+        expected = item.num_tokens**0.5 * LOSS_WEIGHTINGS["cosmap"](item.packed.sigma)
+        assert item.packed.weight == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

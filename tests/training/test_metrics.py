@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from adaptiveload.scheduling.flops import WAN_1_3B, wan_train_flops
+from adaptiveload.scheduling.flops import WAN_1_3B
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry
@@ -52,7 +52,7 @@ def test_step_metrics_by_hand() -> None:
         "perf/samples_per_s": 1.5,
         "perf/data_wait_share": 0.1,
         "perf/memory_peak_gib": 5.0,
-        "perf/mfu": sum(wan_train_flops(WAN_1_3B, s) for s in (4, 16, 8)) / 2.0 / 2 / 989e12,
+        "perf/mfu": sum(WAN_1_3B.train_flops(s, 512) for s in (4, 16, 8)) / 2.0 / 2 / 989e12,
         "imbalance/load_cv": (0.5 + 0.0) / 2,  # std/mean of (100, 300) is 100/200
         "imbalance/idle_share_planned": 1 - 400 / 500,
         "imbalance/cost_error": 1 - 0.0005,  # planned 100 us for .2 s, 300 for .6, 200 for .5; the filler is left out
