@@ -1,6 +1,5 @@
 """From step plans to packed micro-batches: DataLoader workers read, draw noise, and pack what the plan asks for."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -8,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from adaptiveload.data.corpus import Corpus, CorpusReader, SourceConfig
 from adaptiveload.data.index import SamplePlace
@@ -19,6 +18,7 @@ from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import Policy
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+from adaptiveload.training.workers import Loaded
 
 # Epoch number of held-out draws: no training epoch is negative, so they never share noise with training.
 HELD_OUT_EPOCH = -1
@@ -200,7 +200,6 @@ class PlannedFeed:
         pin_memory: For copies to the GPU that do not wait.
 
     Attributes:
-        wait_s: Seconds that the training process has waited for workers so far.
         plans_ahead: Most steps that are planned before the one that runs has ended: workers hold so many micro-batches.
     """
 
@@ -217,61 +216,41 @@ class PlannedFeed:
     ) -> None:
         self.dataset = dataset
         self.rank = rank
-        self.wait_s = 0.0
         prefetch_factor = config.prefetch_factor(micro_batch_bytes)
         self.plans_ahead = config.num_workers * (prefetch_factor or 0)
         self.epoch_size = int(corpus.repeats.sum())
         self.table: SampleTable = corpus.table
         sampler = _PlanSampler(policy, corpus, rank, steps)
         self._plans = sampler.plans
-        self._batches = iter(
-            DataLoader(
-                dataset,
-                sampler=sampler,
-                batch_size=None,
-                num_workers=config.num_workers,
-                prefetch_factor=prefetch_factor,
-                timeout=config.worker_timeout_s if config.num_workers else 0,
-                pin_memory=pin_memory,
-            )
+        self._batches = Loaded(
+            dataset,
+            sampler,
+            num_workers=config.num_workers,
+            prefetch=prefetch_factor,
+            timeout_s=config.worker_timeout_s,
+            pin_memory=pin_memory,
         )
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the training process has waited for workers so far."""
+        return self._batches.wait_s
 
     def next_step(self) -> tuple[StepPlan, Iterator[MicroBatch]]:
         """The next step's plan and its micro-batches for this rank, which must be taken before the next call."""
-        first = self._next()
+        first = next(self._batches)
         plan = self._plans.pop(0)
-        rest = (self._next() for _ in range(len(plan.micro_batches(self.rank)) - 1))
+        rest = (next(self._batches) for _ in range(len(plan.micro_batches(self.rank)) - 1))
         return plan, chain([first], rest)
 
     def close(self) -> None:
         """End the workers."""
-        self._batches = iter(())
+        self._batches.close()
 
     def saved_state(self, plan: StepPlan) -> dict[str, Any]:
         """What a checkpoint after `plan` keeps of the order: one number, and what it means."""
         epoch, drawn = divmod(plan.next_position, self.epoch_size)
         return {"position": plan.next_position, "position_is": f"epoch {epoch}, {drawn} of {self.epoch_size} samples"}
-
-    def _next(self) -> MicroBatch:
-        start = time.perf_counter()
-        batch = next(self._batches)
-        self.wait_s += time.perf_counter() - start
-        return batch
-
-
-def explain_worker_failure(error: RuntimeError, rank: int) -> str | None:
-    """What to tell the user if `error` is the DataLoader's way of saying that a worker died or hangs, else None."""
-    text = str(error)
-    if "DataLoader timed out" in text:
-        cause = "hangs: the storage does not answer (data.worker_timeout_s)"
-    elif "is killed by signal" in text or "exited unexpectedly" in text:
-        cause = (
-            "died. Killed from outside it is most often for memory: lower data.prefetch_mib or data.num_workers, "
-            "and see the kernel's log"
-        )
-    else:
-        return None
-    return f"rank {rank}: a data worker {cause}. The last checkpoint is good. ({text.splitlines()[0]})"
 
 
 class _PlanSampler(Sampler[tuple[PlannedSample, ...]]):

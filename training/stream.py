@@ -5,14 +5,13 @@ fillers where one has run out. An epoch ends for all when none has a sample left
 index would allow, leveling the work of the ranks, is not done here.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from adaptiveload.data.reader import Sample, read_null_text
 from adaptiveload.data.stream import (
@@ -39,6 +38,7 @@ from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.scheduling.updates import CostHistory
 from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.feed import DataConfig, MicroBatch
+from adaptiveload.training.workers import Loaded
 
 STREAM_POLICIES = ("local", "dual_constraint", "equal_token")
 QUEUE = 64  # samples that local packing chooses from; more gains nothing (simulated at 64 to 512)
@@ -211,7 +211,7 @@ class StreamFeed:
         self.urls, storage = find_shards(data.path)
         self.null_text = read_null_text(storage, text_dim)
         self._normalization_hash = peek_normalization(self.urls)
-        self.wait_s = 0.0
+        self._waited_s = 0.0
         self.table: SampleTable | None = None
         self._position = int(saved["position"]) if saved else 0
         self._step = int(saved["step"]) if saved else 0
@@ -222,6 +222,11 @@ class StreamFeed:
         self._packer: Packer | None = None
         self._filler_grid = tuple(geometry.token_grid(Shape(1, *geometry.pixel_multiple)))
         self._begin_epoch()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the training process has waited for the reading process so far."""
+        return self._waited_s + self._items.wait_s
 
     def next_step(self) -> tuple[StepPlan, Iterator[MicroBatch]]:
         """The next step's plan and its micro-batches for this rank.
@@ -244,7 +249,7 @@ class StreamFeed:
 
     def close(self) -> None:
         """End the reading process."""
-        self._items = iter(())
+        self._items.close()
 
     def saved_state(self, plan: StepPlan) -> dict[str, Any]:
         """What a checkpoint after `plan` keeps; collective."""
@@ -311,9 +316,7 @@ class StreamFeed:
         """The next sample; None at a loss, at the end of a shard, and at the end of the epoch."""
         if self._ahead:
             return self._ahead.pop(0)
-        started = time.perf_counter()
         found = next(self._items, None)
-        self.wait_s += time.perf_counter() - started
         if isinstance(found, StreamItem):
             return found
         if isinstance(found, StreamLoss):
@@ -360,17 +363,14 @@ class StreamFeed:
             self.objective,
             self.seed,
         )
-        loader = DataLoader(
-            dataset,
-            batch_size=None,
-            num_workers=self.data.num_workers,
-            prefetch_factor=QUEUE if self.data.num_workers else None,
-            timeout=self.data.worker_timeout_s if self.data.num_workers else 0,
+        self._items = Loaded(
+            dataset, num_workers=self.data.num_workers, prefetch=QUEUE, timeout_s=self.data.worker_timeout_s
         )
-        self._items = iter(loader)
         self._has_read_all = False
 
     def _end_epoch(self) -> None:
+        self._waited_s += self._items.wait_s
+        self._items.close()
         self._progress = Progress(self._progress.epoch + 1)
         self._begin_epoch()
 

@@ -16,14 +16,9 @@ from adaptiveload.scheduling.cost import TwoTermCost
 from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.policies import POLICIES, ScheduleConfig, build_policy
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
-from adaptiveload.training.feed import (
-    DataConfig,
-    MicroBatch,
-    MicroBatchDataset,
-    PlannedFeed,
-    explain_worker_failure,
-)
+from adaptiveload.training.feed import DataConfig, MicroBatch, MicroBatchDataset, PlannedFeed
 from adaptiveload.training.ledger import Ledger
+from adaptiveload.training.workers import explain_worker_failure
 
 GEOMETRY = LatentGeometry()
 COST = TwoTermCost(0.0, 100.0, 1.0, 1.0, 0.01)
@@ -83,13 +78,6 @@ def test_prefetch_is_bounded_by_bytes() -> None:
     assert DataConfig(num_workers=4, prefetch_mib=100).prefetch_factor(100 * mib) == 1
     assert DataConfig(num_workers=1).prefetch_factor(1000) == 16
     assert DataConfig(num_workers=0).prefetch_factor(1000) is None
-
-
-def test_only_failures_of_workers_are_explained() -> None:
-    """Real kills are in end_to_end/test_exactly_once.py; torch's signal handler would spoil this process."""
-    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-    assert "rank 3: a data worker died" in str(explain_worker_failure(error, 3))
-    assert explain_worker_failure(RuntimeError("NCCL"), 3) is None
 
 
 class _StuckDataset(MicroBatchDataset):
