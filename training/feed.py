@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, Sampler
 
 from adaptiveload.data.corpus import Corpus, CorpusReader, SourceConfig
 from adaptiveload.data.index import SamplePlace
-from adaptiveload.data.reader import Sample, SampleError
+from adaptiveload.data.reader import FIRST_CAPTION, Sample, SampleError
 from adaptiveload.models.flow_matching import FlowMatchingConfig, draw, sample_generator
 from adaptiveload.models.packing import PackedBatch, PackedSample, filler_sample, pack, patchify
 from adaptiveload.scheduling.plan import StepPlan
@@ -161,26 +161,26 @@ class MicroBatchDataset(Dataset[MicroBatch]):
         name = planned.place.name
         rng = sample_generator(self.seed, sample.source, name, planned.epoch, planned.repeat)
         grid = tuple(self.geometry.token_grid(planned.place.served))
-        drawn = draw(rng, sample.latents.shape, int(np.prod(grid)), self.objective)
+        drawn = draw(rng, sample.stored_latents.shape, int(np.prod(grid)), self.objective)
         return PackedSample(
             key=name,
             sample_id=planned.sample_id,
             grid=grid,
-            latents=patchify(torch.from_numpy(sample.latents), self.geometry.patch),
+            latents=patchify(sample.stored_latents, self.geometry.patch),
             noise=patchify(torch.from_numpy(drawn.noise), self.geometry.patch),
             sigma=drawn.sigma,
-            text=torch.from_numpy(self._text(planned, sample, drawn.drops_text)),
+            text=self._text(planned, sample, drawn.drops_text),
             weight=planned.weight,
         )
 
-    def _text(self, planned: PlannedSample, sample: Sample, drops_text: bool) -> np.ndarray:
+    def _text(self, planned: PlannedSample, sample: Sample, drops_text: bool) -> torch.Tensor:
         if not self.is_training:
-            return sample.text
+            return sample.stored_texts[FIRST_CAPTION]
         if drops_text:
             return self.null_text
         name = planned.place.name
         rng = sample_generator(self.seed, sample.source, f"{name}\0caption", planned.epoch, planned.repeat)
-        return sample.texts[self.reader.choose_caption(planned.place, sample, rng.random())]
+        return sample.stored_texts[self.reader.choose_caption(planned.place, sample, rng.random())]
 
     def _filler(self, key: str) -> PackedSample:
         return filler_sample(self.filler_grid, self.geometry.token_size, self.null_text.shape[1], key=key)
@@ -198,9 +198,6 @@ class PlannedFeed:
         config: Workers and prefetch.
         micro_batch_bytes: Of the largest micro-batch.
         pin_memory: For copies to the GPU that do not wait.
-
-    Attributes:
-        plans_ahead: Most steps that are planned before the one that runs has ended: workers hold so many micro-batches.
     """
 
     def __init__(
@@ -216,8 +213,6 @@ class PlannedFeed:
     ) -> None:
         self.dataset = dataset
         self.rank = rank
-        prefetch_factor = config.prefetch_factor(micro_batch_bytes)
-        self.plans_ahead = config.num_workers * (prefetch_factor or 0)
         self.epoch_size = int(corpus.repeats.sum())
         self.table: SampleTable = corpus.table
         sampler = _PlanSampler(policy, corpus, rank, steps)
@@ -226,10 +221,15 @@ class PlannedFeed:
             dataset,
             sampler,
             num_workers=config.num_workers,
-            prefetch=prefetch_factor,
+            prefetch=config.prefetch_factor(micro_batch_bytes),
             timeout_s=config.worker_timeout_s,
             pin_memory=pin_memory,
         )
+
+    @property
+    def plans_ahead(self) -> int:
+        """Most steps that are planned before the one that runs has ended: each has at least one micro-batch."""
+        return self._batches.ahead
 
     @property
     def wait_s(self) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from adaptiveload.data.reader import Sample, read_null_text
+from adaptiveload.data.reader import FIRST_CAPTION, Sample, read_null_text
 from adaptiveload.data.stream import (
     Progress,
     ShardEnd,
@@ -135,7 +135,7 @@ class StreamDataset(IterableDataset[StreamItem | StreamLoss | ShardEnd]):
         share: tuple[int, int],
         progress: Progress,
         normalization_hash: str | None,
-        null_text: np.ndarray,
+        null_text: torch.Tensor,
         text_len: int,
         schedule: ScheduleConfig,
         geometry: LatentGeometry,
@@ -158,22 +158,23 @@ class StreamDataset(IterableDataset[StreamItem | StreamLoss | ShardEnd]):
             if tokens > self.schedule.memory_limit_tokens and not self.schedule.allow_oversize:
                 limit = self.schedule.memory_limit_tokens
                 yield StreamLoss(name, f"{tokens} tokens, above schedule.memory_limit_tokens = {limit}", place)
-            elif len(sample.text) > self.text_len:
-                yield StreamLoss(name, f"{len(sample.text)} text rows, above model.text_len = {self.text_len}", place)
+            elif len(sample.stored_texts[FIRST_CAPTION]) > self.text_len:
+                rows = len(sample.stored_texts[FIRST_CAPTION])
+                yield StreamLoss(name, f"{rows} text rows, above model.text_len = {self.text_len}", place)
             else:
                 yield StreamItem(place, shape, sample.source, self._draw(place, shape, sample))
 
     def _draw(self, place: StreamPlace, shape: Shape, sample: Sample) -> PackedSample:
         rng = sample_generator(self.seed, sample.source, sample.key, self.progress.epoch, 0)
         grid = tuple(self.geometry.token_grid(shape))
-        drawn = draw(rng, sample.latents.shape, int(np.prod(grid)), self.objective)
+        drawn = draw(rng, sample.stored_latents.shape, int(np.prod(grid)), self.objective)
         return PackedSample(
             key=f"{place.shard}/{sample.key}",
             grid=grid,
-            latents=patchify(torch.from_numpy(sample.latents), self.geometry.patch),
+            latents=patchify(sample.stored_latents, self.geometry.patch),
             noise=patchify(torch.from_numpy(drawn.noise), self.geometry.patch),
             sigma=drawn.sigma,
-            text=torch.from_numpy(self.null_text if drawn.drops_text else sample.text),
+            text=self.null_text if drawn.drops_text else sample.stored_texts[FIRST_CAPTION],
         )
 
 

@@ -1,5 +1,6 @@
 """Fault injection: whatever is killed, every sample is trained exactly once an epoch, on any number of ranks."""
 
+import contextlib
 import json
 import os
 import random
@@ -27,9 +28,14 @@ def start(run_config: Path, *overrides: str, ranks: int, log: Path) -> subproces
 
 
 def kill_all(process: subprocess.Popen) -> None:
-    """SIGKILL to launcher, ranks and workers at once, as when a node goes."""
+    """SIGKILL to launcher, ranks and workers at once, as when a node goes.
+
+    Except to Python's resource trackers, which end by themselves and then remove the semaphores of the dead.
+    """
     for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("resource_tracker" in word for word in child.cmdline()):
+                child.kill()
     process.wait()
 
 

@@ -37,7 +37,9 @@ def make_feed(
 
 
 def batches(feed: PlannedFeed, steps: int) -> list[MicroBatch]:
-    return [batch for _ in range(steps) for batch in feed.next_step()[1]]
+    found = [batch for _ in range(steps) for batch in feed.next_step()[1]]
+    feed.close()
+    return found
 
 
 def test_steps_are_the_same_bit_for_bit_with_any_number_of_workers(dataset: Path) -> None:
@@ -102,6 +104,7 @@ def test_a_worker_that_hangs_is_explained(dataset: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
         feed.next_step()
     assert "data.worker_timeout_s" in str(explain_worker_failure(caught.value, 0))
+    feed.close()
 
 
 def test_the_ledger_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
@@ -140,6 +143,8 @@ def test_few_and_uneven_shards_give_equal_steps(tmp_path: Path, ranks: int, num_
                 expected = [feeds[0].table.keys[plan.sample_ids[i]] for i in indices]
                 assert sorted(batch.trained) == sorted(expected)
                 used.update(batch.trained)
+    for feed in feeds:
+        feed.close()
     size = sum(sizes)
     assert set(used) == {f"k{shard}-{i}" for shard, count in enumerate(sizes) for i in range(count)}
     assert max(used.values()) - min(used.values()) <= 1
