@@ -30,8 +30,9 @@ _SMALL_BYTES = 2**19
 # Items that have been taken over from the workers and wait for the rank.
 _READY = 2
 _END = object()
-# A dead worker is noticed after so long.
-_CHECK_EVERY_S = 2.0
+# How often a rank that waits looks whether its workers live.
+_CHECK_EVERY_S = 1.0
+_CLOSE_WITHIN_S = 5.0
 
 
 def start_worker_server() -> None:
@@ -79,9 +80,10 @@ class Loaded(Generic[T]):
         self._asked: SimpleQueue[Any] = SimpleQueue()
         self._ready: Queue[T | BaseException] = Queue(_READY)
         self._closed = threading.Event()
+        self._ask(self.ahead)
         if num_workers:
             start_worker_server()
-        self._ask(self.ahead)
+        others = multiprocessing.active_children()
         self._items: Iterator[T] = iter(
             DataLoader(
                 dataset,
@@ -89,14 +91,14 @@ class Loaded(Generic[T]):
                 batch_size=None,
                 num_workers=num_workers,
                 prefetch_factor=prefetch if num_workers else None,
-                timeout=min(timeout_s, _CHECK_EVERY_S) if num_workers else 0,
                 pin_memory=pin_memory,
                 multiprocessing_context="forkserver" if num_workers else None,
                 worker_init_fn=_set_up_worker,
             )
         )
-        self._thread = threading.Thread(target=self._take_over, name="data", daemon=True) if num_workers else None
-        if self._thread is not None:
+        self._workers = [child for child in multiprocessing.active_children() if child not in others]
+        self._thread = threading.Thread(target=self._take_over, name="data", daemon=True)
+        if num_workers:
             self._thread.start()
 
     def __iter__(self) -> Iterator[T]:
@@ -111,9 +113,9 @@ class Loaded(Generic[T]):
         started = time.perf_counter()
         try:
             self._ask(1)
-            if self._thread is None:
+            if not self._workers:
                 return next(self._items)
-            item = self._ready.get()
+            item = self._wait(started)
             if isinstance(item, BaseException):
                 self._ready.put(item)  # for whoever asks again
                 raise item
@@ -125,10 +127,14 @@ class Loaded(Generic[T]):
         """End the workers."""
         self._closed.set()
         self._asked.put(_END)  # the thread may wait for a request
-        if self._thread is not None:
-            while self._thread.is_alive():
-                with contextlib.suppress(Empty):  # or for room
-                    self._ready.get(timeout=0.1)
+        all_live = all(worker.is_alive() for worker in self._workers)
+        deadline = time.perf_counter() + (_CLOSE_WITHIN_S if all_live else _CHECK_EVERY_S)
+        while self._thread.is_alive() and time.perf_counter() < deadline:
+            with contextlib.suppress(Empty):  # or for room
+                self._ready.get(timeout=0.1)
+        if self._thread.is_alive():  # a worker that hangs, or died within a message: it will not be waited for
+            for worker in self._workers:
+                worker.kill()
         # The last of what refers to the workers' queues, which then give their semaphores back.
         self._items, self._ready = iter(()), Queue()
 
@@ -137,24 +143,27 @@ class Loaded(Generic[T]):
             self._asked.put(next(self._requests, _END))
 
     def _take_over(self) -> None:
+        items = self._items
         try:
             while not self._closed.is_set():
-                self._ready.put(self._from_workers())
+                self._ready.put(next(items))
+        except (ConnectionError, EOFError) as error:
+            self._ready.put(RuntimeError(f"a DataLoader worker exited unexpectedly: {error!r}"))
         except BaseException as error:  # the end, or a failure: `next` raises it
             self._ready.put(error)
 
-    def _from_workers(self) -> T:
-        started = time.monotonic()
+    def _wait(self, started: float) -> T | BaseException:
+        """What the thread hands over. It cannot be relied on to notice a worker that died within a message."""
+        dead: list[int | None] = []
         while True:
             try:
-                return next(self._items)
-            except RuntimeError as error:
-                # DataLoader looks whether its workers live each time that it has waited in vain.
-                is_late = time.monotonic() - started > self.timeout_s
-                if "DataLoader timed out" not in str(error) or is_late or self._closed.is_set():
-                    raise
-            except (ConnectionError, EOFError) as error:  # it died while it handed something over
-                raise RuntimeError(f"a DataLoader worker exited unexpectedly: {error!r}") from error
+                return self._ready.get(timeout=_CHECK_EVERY_S)
+            except Empty:
+                if dead:  # for so long that nothing more can come from it
+                    return RuntimeError(f"a DataLoader worker (pid {dead[0]}) exited unexpectedly")
+                dead = [worker.pid for worker in self._workers if not worker.is_alive()]
+                if time.perf_counter() - started > self.timeout_s:
+                    return RuntimeError(f"DataLoader timed out after {self.timeout_s} seconds")
 
 
 def _set_up_worker(_: int) -> None:

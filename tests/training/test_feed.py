@@ -99,7 +99,7 @@ def test_a_worker_that_hangs_is_explained(dataset: Path) -> None:
         1,
         "step",
     )
-    config = DataConfig(num_workers=1, worker_timeout_s=0.5)
+    config = DataConfig(num_workers=1, worker_timeout_s=2.5)
     feed = PlannedFeed(stuck, corpus, policy, 0, range(3), config, 2**20, pin_memory=False)
     with pytest.raises(RuntimeError) as caught:
         feed.next_step()
