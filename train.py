@@ -19,7 +19,7 @@ from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import device_name, model_dims
 from adaptiveload.training.distributed import clip_gradients, finish_ranks, reshard, start_ranks
-from adaptiveload.training.feed import MicroBatch, explain_worker_failure
+from adaptiveload.training.feed import MicroBatch
 from adaptiveload.training.live_step import run_micro_batch
 from adaptiveload.training.metrics import (
     RankMeasurement,
@@ -31,6 +31,7 @@ from adaptiveload.training.metrics import (
 from adaptiveload.training.optimizer import learning_rate
 from adaptiveload.training.run import Run, Schedule, build_run, build_schedule, check_agreement
 from adaptiveload.training.startup_report import describe_schedule
+from adaptiveload.training.workers import explain_worker_failure, start_worker_server
 
 MicroBatchLosses = list[tuple[torch.Tensor, tuple[str, ...]]]
 
@@ -183,6 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.config, options.overrides = None, [options.config, *options.overrides]
     try:
         config = load_config(options.config, options.overrides)
+        if config.data.num_workers and not options.dry_run:
+            start_worker_server()  # its imports take seconds, those of the ranks' own start too
         ranks = start_ranks()
         if ranks.is_main:
             print(ranks.describe(), flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
+import torch
 
 from adaptiveload.data.index import DatasetInfo, SamplePlace, ShardIndex
 from adaptiveload.data.reader import FIRST_CAPTION, Sample, SampleReader
@@ -250,13 +251,13 @@ class CorpusReader:
         """The sample at `place`. Raises SampleError as `SampleReader.read`."""
         return self._readers[place.dataset].read(place)
 
-    def null_text(self) -> np.ndarray:
-        """Embedding of the empty caption. Raises ValueError if it cannot be read."""
+    def null_text(self) -> torch.Tensor:
+        """Embedding of the empty caption, as stored. Raises ValueError if it cannot be read."""
         return self._readers[0].null_text()
 
     def choose_caption(self, place: SamplePlace, sample: Sample, uniform: float) -> str:
         """Name of the caption that a draw takes; `uniform` is its random number in [0, 1)."""
-        weights = {name: self._captions[place.dataset].get(name, 0.0) for name in sorted(sample.texts)}
+        weights = {name: self._captions[place.dataset].get(name, 0.0) for name in sorted(sample.stored_texts)}
         total = sum(weights.values())
         if not total:
             return FIRST_CAPTION

@@ -163,7 +163,7 @@ def _pictures(source: Path | BinaryIO, begin: Fraction) -> Iterator[tuple[Fracti
 
     Those long before `begin` may be left out.
     """
-    count, start, previous = 0, None, None
+    count, start = 0, None
     if not isinstance(source, Path):
         source.seek(0)
     try:
@@ -172,20 +172,13 @@ def _pictures(source: Path | BinaryIO, begin: Fraction) -> Iterator[tuple[Fracti
             if stream is None:
                 raise MediaError("no video stream")
             aspect = stream.sample_aspect_ratio or Fraction(1)
-            for frame in container.decode(stream):
-                if frame.pts is None or frame.is_corrupt:
-                    raise MediaError(f"picture {count} is damaged or has no time stamp")
-                now = frame.pts * frame.time_base
+            for now, frame in _in_time(container.decode(stream)):
                 if start is None:
                     start = now
                     if begin > _SEEK_FROM_S:
                         yield from _pictures_from(container, stream, start, begin, aspect)
                         return
-                if previous is not None and now - previous > _MAX_HOLD_S:
-                    raise MediaError(f"picture {count} comes {float(now - previous):.1f} s after the one before")
-                if previous is None or now > previous:
-                    yield now - start, Picture(frame, aspect)
-                    previous = now
+                yield now - start, Picture(frame, aspect)
                 count += 1
     except (av.FFmpegError, OSError) as error:
         raise MediaError(f"decoding stopped after {count} pictures: {type(error).__name__}: {error}") from error
@@ -198,19 +191,25 @@ def _pictures_from(
 ) -> Iterator[tuple[Fraction, Picture]]:
     """As `_pictures`, from the key picture at or before `begin` on."""
     container.seek(int((start + begin) / stream.time_base), stream=stream, backward=True)
-    previous, count = None, 0
-    for frame in container.decode(stream):
+    now = None
+    for now, frame in _in_time(container.decode(stream), f" after {float(begin):.3f} s"):
+        yield now - start, Picture(frame, aspect)
+    if now is None:
+        raise MediaError(f"the clip ends before {float(begin):.3f} s")
+
+
+def _in_time(frames: Iterator[av.VideoFrame], where: str = "") -> Iterator[tuple[Fraction, av.VideoFrame]]:
+    """Frames with their time stamps in seconds, strictly increasing. Raises MediaError at damage or a broken stamp."""
+    previous = None
+    for number, frame in enumerate(frames):
         if frame.pts is None or frame.is_corrupt:
-            raise MediaError(f"picture {count} after {float(begin):.3f} s is damaged or has no time stamp")
+            raise MediaError(f"picture {number}{where} is damaged or has no time stamp")
         now = frame.pts * frame.time_base
         if previous is not None and now - previous > _MAX_HOLD_S:
-            raise MediaError(f"a picture comes {float(now - previous):.1f} s after the one before")
+            raise MediaError(f"picture {number}{where} comes {float(now - previous):.1f} s after the one before")
         if previous is None or now > previous:
-            yield now - start, Picture(frame, aspect)
+            yield now, frame
             previous = now
-        count += 1
-    if not count:
-        raise MediaError(f"the clip ends before {float(begin):.3f} s")
 
 
 def crop_resize(rgb: np.ndarray, box: tuple[float, float, float, float], height: int, width: int) -> np.ndarray:

@@ -8,6 +8,7 @@ skipped, with the reason.
 
 import hashlib
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -118,8 +119,9 @@ def plan_units(inputs: Sequence[str | Path], items_per_unit: int = 256, media_ro
     """Units of all inputs, in a fixed order, the same on every machine that sees the same files.
 
     Args:
-        inputs: Folders (searched to the bottom, shards in them included); `.tar` shards as paths, URLs or
-            `pipe:COMMAND`, braces expanded; manifests (`.csv`, `.jsonl`, `.parquet`).
+        inputs: Folders (searched to the bottom, shards in them included; `NAME=FOLDER` names what is in it so, and not
+            after the folder); `.tar` shards as paths, URLs or `pipe:COMMAND`, braces expanded; manifests (`.csv`,
+            `.jsonl`, `.parquet`).
         items_per_unit: Most files or rows of one unit; a shard is always one.
         media_root: What relative paths of manifests are relative to; their folder if None.
 
@@ -137,11 +139,12 @@ def plan_units(inputs: Sequence[str | Path], items_per_unit: int = 256, media_ro
             is_remote = text.startswith("pipe:") or is_url(text)
             if is_remote:
                 units.append(_shard_unit(text, text))
-            elif Path(text).is_dir():
-                if Path(text).name in folders:
-                    raise ValueError(f"two input folders have the same name {Path(text).name!r}; rename one")
-                folders.add(Path(text).name)
-                units += _folder_units(Path(text), items_per_unit)
+            elif (folder := _named_folder(text)) is not None:
+                name, root = folder
+                if name in folders:
+                    raise ValueError(f"two input folders have the same name {name!r}; call one OTHER={root}")
+                folders.add(name)
+                units += _folder_units(name, root, items_per_unit)
             elif Path(text).suffix == ".tar" and Path(text).is_file():
                 units.append(_shard_unit(text, Path(text).name))
             elif Path(text).suffix in MANIFEST_SUFFIXES and Path(text).is_file():
@@ -160,7 +163,17 @@ def digest_of(*parts: object) -> str:
     return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).hexdigest()
 
 
-def _folder_units(root: Path, items_per_unit: int) -> list[Unit]:
+def _named_folder(text: str) -> tuple[str, Path] | None:
+    """Name and path of an input folder; None for another kind of input."""
+    if Path(text).is_dir():
+        return os.path.basename(os.path.abspath(text)), Path(text)
+    name, separator, path = text.partition("=")
+    if separator and name and "/" not in name and Path(path).is_dir():
+        return name, Path(path)
+    return None
+
+
+def _folder_units(root_name: str, root: Path, items_per_unit: int) -> list[Unit]:
     groups: dict[Path, list[Path]] = {}
     shards = []
     for path in _visible_files(root):
@@ -172,11 +185,11 @@ def _folder_units(root: Path, items_per_unit: int) -> list[Unit]:
     units = []
     for first in range(0, len(stems), items_per_unit):
         part = stems[first : first + items_per_unit]
-        chosen = [(f"{root.name}/{stem.relative_to(root)}", groups[stem]) for stem in part]
+        chosen = [(f"{root_name}/{stem.relative_to(root)}", groups[stem]) for stem in part]
         names = [name for name, _ in chosen]
         unit_name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         units.append(Unit(unit_name, digest_of(*names), partial(_read_files, chosen), len(chosen)))
-    return units + [_shard_unit(str(path), f"{root.name}/{path.relative_to(root)}") for path in sorted(shards)]
+    return units + [_shard_unit(str(path), f"{root_name}/{path.relative_to(root)}") for path in sorted(shards)]
 
 
 def _visible_files(root: Path) -> Iterator[Path]:

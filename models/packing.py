@@ -13,6 +13,8 @@ import torch
 from einops import rearrange
 
 Grid = tuple[int, int, int]
+# Types by their bytes.
+_WIDE = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def patchify(latents: torch.Tensor, patch: Grid) -> torch.Tensor:
@@ -24,7 +26,9 @@ def patchify(latents: torch.Tensor, patch: Grid) -> torch.Tensor:
     if latents.ndim != 4 or any(side % size for side, size in zip(latents.shape[1:], patch, strict=True)):
         raise ValueError(f"latents {list(latents.shape)} must be [C, f, h, w] with f, h, w multiples of patch {patch}")
     pf, py, px = patch
-    return rearrange(latents, "c (f pf) (y py) (x px) -> (f y x) (c pf py px)", pf=pf, py=py, px=px)
+    # Neighbours in a row stay neighbours: moved as one wider number they take a tenth of the time.
+    wide = latents.contiguous().view(_WIDE[px * latents.element_size()])
+    return rearrange(wide, "c (f pf) (y py) x -> (f y x) (c pf py)", pf=pf, py=py).view(latents.dtype)
 
 
 def unpatchify(tokens: torch.Tensor, grid: Grid, patch: Grid) -> torch.Tensor:
@@ -40,7 +44,7 @@ class PackedSample:
     Attributes:
         key: Name of the sample in its data set.
         grid: Tokens along frames, rows, columns; S is their product.
-        latents: Clean tokens, float32 [S, token_size].
+        latents: Clean tokens [S, token_size], float32 or the 16-bit type that they are stored in.
         noise: Gaussian tokens, float32 [S, token_size].
         sigma: Noise level in [0, 1].
         text: Text embedding [T, text_dim], not padded.
@@ -72,8 +76,9 @@ def filler_sample(
     0 * NaN is NaN. Name the `key` and `sample_id` that it stands in for, if any.
     """
     zeros = torch.zeros(grid[0] * grid[1] * grid[2], token_size)
-    text = torch.zeros(1, text_dim)
-    return PackedSample(key, grid, zeros, zeros, 0.5, text, weight=0.0, sample_id=sample_id, is_filler=True)
+    text = torch.zeros(1, text_dim, dtype=torch.bfloat16)  # as texts are stored; beside float32 it becomes that
+    sigma = 0.5
+    return PackedSample(key, grid, zeros.half(), zeros, sigma, text, weight=0.0, sample_id=sample_id, is_filler=True)
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ class PackedBatch:
     """One micro-batch, sorted by (S, T, grid). `to` moves the values; the offsets stay on the CPU.
 
     Attributes:
-        latents: Clean tokens of all samples side by side, float32 [N, token_size].
+        latents: Clean tokens of all samples side by side [N, token_size], in the samples' type: arithmetic with the
+            float32 noise makes them float32, on the GPU.
         noise: Gaussian tokens, float32 [N, token_size].
         sigma: Noise level of each segment in [0, 1], float32 [num_segments]; 0 in clean ones.
         text: Text embeddings side by side, [sum of T, text_dim].
@@ -191,7 +197,8 @@ def _check(sample: PackedSample, first: PackedSample) -> None:
     expected = (sample.grid[0] * sample.grid[1] * sample.grid[2], first.latents.shape[-1])
     for name in ("latents", "noise"):
         tensor = getattr(sample, name)
-        if tuple(tensor.shape) != expected or tensor.dtype != torch.float32:
+        types = (torch.float32,) if name == "noise" else (torch.float32, torch.float16, torch.bfloat16)
+        if tuple(tensor.shape) != expected or tensor.dtype not in types:
             raise ValueError(
                 f"sample {sample.key}: {name} is {tensor.dtype} {list(tensor.shape)}, "
                 f"expected float32 {list(expected)} for token grid {tuple(sample.grid)}"

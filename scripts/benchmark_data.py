@@ -9,11 +9,16 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
+
+if TYPE_CHECKING:
+    from adaptiveload.data.corpus import CorpusReader
+    from adaptiveload.data.index import SamplePlace
 
 
 def memory_mib(process: psutil.Process | None = None) -> dict[str, float]:
@@ -49,14 +54,13 @@ def write_large_index(folder: Path, rows: int) -> None:
 
 
 def benchmark_index(rows: int, ranks: int) -> None:
-    """Open, verify, plan; memory of this process, of a forked and of a spawned worker."""
-    from torch.utils.data import DataLoader
-
+    """Open, verify, plan; memory of this process and of a worker."""
     from adaptiveload.data.corpus import SourceConfig, open_corpus
     from adaptiveload.scheduling.cost import TwoTermCost
     from adaptiveload.scheduling.order import EndlessOrder, held_out_mask
     from adaptiveload.scheduling.policies import ScheduleConfig, build_policy
     from adaptiveload.scheduling.shapes import LatentGeometry
+    from adaptiveload.training.workers import Loaded
 
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
@@ -89,30 +93,24 @@ def benchmark_index(rows: int, ranks: int) -> None:
         after = memory_mib()
         print(f"memory of the process: +{after['resident'] - before['resident']:.0f} MiB resident")
         reader = corpus.reader()
-        print(f"what a spawned worker is sent: {len(pickle.dumps(reader)):,} bytes; a sample's place: "
-              f"{len(pickle.dumps(corpus.place(rows // 2))):,} bytes")  # fmt: skip
-        for context in ("fork", "spawn"):
-            loader = DataLoader([0], batch_size=None, num_workers=1, collate_fn=_Memory(reader),
-                                multiprocessing_context=context)  # fmt: skip
-            found = next(iter(loader))
-            print(f"a worker by {context}: {found['unshared']:.0f} MiB of its own, {found['resident']:.0f} resident")
+        place = corpus.place(rows // 2)
+        print(f"what a worker is sent: {len(pickle.dumps(reader)):,} bytes; {len(pickle.dumps(place)):,} a sample")
+        found = next(Loaded(_Memory(reader), [0], num_workers=1, prefetch=1, timeout_s=60))
+        print(f"a worker: {found['unshared']:.0f} MiB of its own, {found['resident']:.0f} resident")
 
 
 class _Memory:
-    """What a worker's function is: it holds the reader."""
+    """A worker's dataset: it holds the reader, and tells its memory."""
 
     def __init__(self, reader: object) -> None:
         self.reader = reader
 
-    def __call__(self, _: object) -> dict[str, float]:
+    def __getitem__(self, _: object) -> dict[str, float]:
         return memory_mib()
 
 
 def benchmark_reading(folder: Path, num_samples: int) -> None:
     """One worker reading 1 MB samples in the training order, against raw sequential reading of the same shards."""
-    import torch
-    from torch.utils.data import DataLoader
-
     from adaptiveload.data.corpus import SourceConfig, open_corpus
     from adaptiveload.data.latent_codecs import DctCodec
     from adaptiveload.data.shard_writer import DatasetWriter
@@ -122,6 +120,7 @@ def benchmark_reading(folder: Path, num_samples: int) -> None:
     from adaptiveload.scheduling.order import EndlessOrder
     from adaptiveload.scheduling.shapes import LatentGeometry, Shape
     from adaptiveload.training.feed import MicroBatchDataset, PlannedSample
+    from adaptiveload.training.workers import Loaded
 
     folder.mkdir(parents=True, exist_ok=True)
     shape = Shape(21, 480, 736)  # 16 x 6 x 60 x 92 fp16: 1.06 MB
@@ -140,29 +139,25 @@ def benchmark_reading(folder: Path, num_samples: int) -> None:
     dataset = MicroBatchDataset(reader, LatentGeometry(), shape, FlowMatchingConfig(), 0)
     planned = [(PlannedSample(int(i), place, 0, 0),) for i, place in zip(ids, places, strict=True)]
 
-    def read_bytes(n: int) -> None:
-        storage.read_range(places[n].shard, places[n].offset, places[n].size)
-
-    def through_worker(function: Callable[[int], object]) -> None:
-        loader = DataLoader(range(len(places)), batch_size=None, num_workers=1, collate_fn=function, prefetch_factor=16)
-        assert sum(1 for _ in loader) == len(places)
-
-    def raw() -> None:
+    def raw() -> Iterator[bytes]:
         for path in shards:
             with path.open("rb", buffering=0) as file:
-                while file.read(2**20):
-                    pass
+                while data := file.read(2**20):
+                    yield data
 
-    numbers = range(len(places))
-    stages: dict[str, Callable[[], object]] = {
+    def through_worker(dataset: object, requests: Sequence[object]) -> Iterator[object]:
+        return Loaded(dataset, [requests[0], *requests], num_workers=1, prefetch=16, timeout_s=60)
+
+    parsed = _Parsed(reader)
+    stages: dict[str, Callable[[], Iterator[object]]] = {
         "raw sequential read of the shards": raw,
-        "range reads in training order": lambda: [read_bytes(n) for n in numbers],
-        "  and parsed, checked, in fp32": lambda: [reader.read(places[n]).latents.shape for n in numbers],
-        "  and noise drawn, packed": lambda: [len(dataset[planned[n]].packed) for n in numbers],
-        "through one worker: read, parsed": lambda: through_worker(
-            lambda n: torch.from_numpy(reader.read(places[n]).latents)
+        "range reads in training order": lambda: (
+            storage.read_range(place.shard, place.offset, place.size) for place in places
         ),
-        "through one worker: the micro-batch": lambda: through_worker(lambda n: dataset[planned[n]]),
+        "  and parsed, checked": lambda: (parsed[place] for place in places),
+        "  and noise drawn, packed": lambda: (dataset[request] for request in planned),
+        "through one worker: read, parsed": lambda: through_worker(parsed, places),
+        "through one worker: the micro-batch": lambda: through_worker(dataset, planned),
     }
     print(f"{total_mb:,.0f} MB in {len(shards)} shards, {len(places)} samples")
     for state in ("cold", "warm"):
@@ -170,14 +165,28 @@ def benchmark_reading(folder: Path, num_samples: int) -> None:
         for name, stage in stages.items():
             if state == "cold":
                 _forget(shards)
+            items = stage()
+            if name.startswith("through"):
+                next(items)  # starting a worker takes a second
             start = time.perf_counter()
-            stage()
+            for _ in items:
+                pass
             seconds = time.perf_counter() - start
             raw_seconds = raw_seconds or seconds
             print(
                 f"{state} {name:<38} {total_mb / seconds:>7,.0f} MB/s {len(places) / seconds:>7,.0f} samples/s "
                 f"{raw_seconds / seconds:>6.0%} of raw"
             )
+
+
+class _Parsed:
+    """A worker's dataset: latents as they are stored."""
+
+    def __init__(self, reader: "CorpusReader") -> None:
+        self.reader = reader
+
+    def __getitem__(self, place: "SamplePlace") -> object:
+        return self.reader.read(place).stored_latents
 
 
 def _forget(paths: list[Path]) -> None:

@@ -63,7 +63,7 @@ def describe_sample(index: ShardIndex, row: int, sample: Sample) -> str:
             f"row {row}: {sample.key} in {index.shards[row]}, bytes {index.offsets[row]}+{index.sizes[row]}",
             f"source {sample.source}, shape {index.shape(row)}, latents {list(latents.shape)}",
             f"latents: mean {latents.mean():.3f}, std {latents.std():.3f}, {latents.min():.2f} to {latents.max():.2f}",
-            *(f"{name} ({len(sample.texts[name])} rows): {text}" for name, text in sample.captions.items()),
+            *(f"{name} ({len(sample.stored_texts[name])} rows): {text}" for name, text in sample.captions.items()),
             json.dumps(sample.meta, indent=1, ensure_ascii=False),
         ]
     )

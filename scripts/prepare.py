@@ -25,7 +25,7 @@ DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "data" / "
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line of the preparation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, help="folders, .tar shards, manifests")
+    parser.add_argument("--input", nargs="+", required=True, help="folders (or NAME=FOLDER), .tar shards, manifests")
     parser.add_argument("--output", type=Path, required=True, help="dataset folder to make")
     parser.add_argument("--media-root", help="what relative paths of manifests are relative to (default: their folder)")
     parser.add_argument("--codec", choices=["dct", "wan_vae"], default="dct", help="pixels to latents (default: dct)")

@@ -84,7 +84,7 @@ def sample_run(run_dir: Path, media: Path | None, count: int, steps: int, guidan
         model,
         [tuple(geometry.token_grid(shape)) for shape in shapes],
         [torch.from_numpy(sample.text) for sample in samples],
-        torch.from_numpy(reader.null_text()),
+        reader.null_text(),
         [seed + k for k in range(len(chosen))],
         num_steps=steps,
         guidance_scale=guidance,

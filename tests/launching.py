@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -49,3 +51,8 @@ def run_script(name: str, *arguments: object, check: bool = True) -> subprocess.
     if check and result.returncode:
         raise AssertionError(f"{' '.join(command)}\n{result.stdout}\n{result.stderr}")
     return result
+
+
+def data_workers(family: list[psutil.Process]) -> list[psutil.Process]:
+    """Those of `family` that are workers of a DataLoader, by the name that torch gives them."""
+    return [process for process in family if process.name() == "pt_data_worker"]

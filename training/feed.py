@@ -1,6 +1,5 @@
 """From step plans to packed micro-batches: DataLoader workers read, draw noise, and pack what the plan asks for."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -8,17 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from adaptiveload.data.corpus import Corpus, CorpusReader, SourceConfig
 from adaptiveload.data.index import SamplePlace
-from adaptiveload.data.reader import Sample, SampleError
+from adaptiveload.data.reader import FIRST_CAPTION, Sample, SampleError
 from adaptiveload.models.flow_matching import FlowMatchingConfig, draw, sample_generator
 from adaptiveload.models.packing import PackedBatch, PackedSample, filler_sample, pack, patchify
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import Policy
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+from adaptiveload.training.workers import Loaded
 
 # Epoch number of held-out draws: no training epoch is negative, so they never share noise with training.
 HELD_OUT_EPOCH = -1
@@ -161,27 +161,27 @@ class MicroBatchDataset(Dataset[MicroBatch]):
         name = planned.place.name
         rng = sample_generator(self.seed, sample.source, name, planned.epoch, planned.repeat)
         grid = tuple(self.geometry.token_grid(planned.place.served))
-        drawn = draw(rng, sample.latents.shape, int(np.prod(grid)), self.objective)
+        drawn = draw(rng, sample.stored_latents.shape, int(np.prod(grid)), self.objective)
         return PackedSample(
             key=name,
             sample_id=planned.sample_id,
             grid=grid,
-            latents=patchify(torch.from_numpy(sample.latents), self.geometry.patch),
+            latents=patchify(sample.stored_latents, self.geometry.patch),
             noise=patchify(torch.from_numpy(drawn.noise), self.geometry.patch),
             sigma=drawn.sigma,
             clean_frames=drawn.clean_frames if self.is_training else 0,
-            text=torch.from_numpy(self._text(planned, sample, drawn.drops_text)),
+            text=self._text(planned, sample, drawn.drops_text),
             weight=planned.weight * drawn.loss_weight,
         )
 
-    def _text(self, planned: PlannedSample, sample: Sample, drops_text: bool) -> np.ndarray:
+    def _text(self, planned: PlannedSample, sample: Sample, drops_text: bool) -> torch.Tensor:
         if not self.is_training:
-            return sample.text
+            return sample.stored_texts[FIRST_CAPTION]
         if drops_text:
             return self.null_text
         name = planned.place.name
         rng = sample_generator(self.seed, sample.source, f"{name}\0caption", planned.epoch, planned.repeat)
-        return sample.texts[self.reader.choose_caption(planned.place, sample, rng.random())]
+        return sample.stored_texts[self.reader.choose_caption(planned.place, sample, rng.random())]
 
     def _filler(self, key: str) -> PackedSample:
         return filler_sample(self.filler_grid, self.geometry.token_size, self.null_text.shape[1], key=key)
@@ -199,10 +199,6 @@ class PlannedFeed:
         config: Workers and prefetch.
         micro_batch_bytes: Of the largest micro-batch.
         pin_memory: For copies to the GPU that do not wait.
-
-    Attributes:
-        wait_s: Seconds that the training process has waited for workers so far.
-        plans_ahead: Most steps that are planned before the one that runs has ended: workers hold so many micro-batches.
     """
 
     def __init__(
@@ -218,61 +214,44 @@ class PlannedFeed:
     ) -> None:
         self.dataset = dataset
         self.rank = rank
-        self.wait_s = 0.0
-        prefetch_factor = config.prefetch_factor(micro_batch_bytes)
-        self.plans_ahead = config.num_workers * (prefetch_factor or 0)
         self.epoch_size = int(corpus.repeats.sum())
         self.table: SampleTable = corpus.table
         sampler = _PlanSampler(policy, corpus, rank, steps)
         self._plans = sampler.plans
-        self._batches = iter(
-            DataLoader(
-                dataset,
-                sampler=sampler,
-                batch_size=None,
-                num_workers=config.num_workers,
-                prefetch_factor=prefetch_factor,
-                timeout=config.worker_timeout_s if config.num_workers else 0,
-                pin_memory=pin_memory,
-            )
+        self._batches = Loaded(
+            dataset,
+            sampler,
+            num_workers=config.num_workers,
+            prefetch=config.prefetch_factor(micro_batch_bytes),
+            timeout_s=config.worker_timeout_s,
+            pin_memory=pin_memory,
         )
+
+    @property
+    def plans_ahead(self) -> int:
+        """Most steps that are planned before the one that runs has ended: each has at least one micro-batch."""
+        return self._batches.ahead
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the training process has waited for workers so far."""
+        return self._batches.wait_s
 
     def next_step(self) -> tuple[StepPlan, Iterator[MicroBatch]]:
         """The next step's plan and its micro-batches for this rank, which must be taken before the next call."""
-        first = self._next()
+        first = next(self._batches)
         plan = self._plans.pop(0)
-        rest = (self._next() for _ in range(len(plan.micro_batches(self.rank)) - 1))
+        rest = (next(self._batches) for _ in range(len(plan.micro_batches(self.rank)) - 1))
         return plan, chain([first], rest)
 
     def close(self) -> None:
         """End the workers."""
-        self._batches = iter(())
+        self._batches.close()
 
     def saved_state(self, plan: StepPlan) -> dict[str, Any]:
         """What a checkpoint after `plan` keeps of the order: one number, and what it means."""
         epoch, drawn = divmod(plan.next_position, self.epoch_size)
         return {"position": plan.next_position, "position_is": f"epoch {epoch}, {drawn} of {self.epoch_size} samples"}
-
-    def _next(self) -> MicroBatch:
-        start = time.perf_counter()
-        batch = next(self._batches)
-        self.wait_s += time.perf_counter() - start
-        return batch
-
-
-def explain_worker_failure(error: RuntimeError, rank: int) -> str | None:
-    """What to tell the user if `error` is the DataLoader's way of saying that a worker died or hangs, else None."""
-    text = str(error)
-    if "DataLoader timed out" in text:
-        cause = "hangs: the storage does not answer (data.worker_timeout_s)"
-    elif "is killed by signal" in text or "exited unexpectedly" in text:
-        cause = (
-            "died. Killed from outside it is most often for memory: lower data.prefetch_mib or data.num_workers, "
-            "and see the kernel's log"
-        )
-    else:
-        return None
-    return f"rank {rank}: a data worker {cause}. The last checkpoint is good. ({text.splitlines()[0]})"
 
 
 class _PlanSampler(Sampler[tuple[PlannedSample, ...]]):

@@ -300,8 +300,11 @@ def planned_feeds(config: RunConfig, ranks: Ranks, schedule: Schedule, first_ste
         ranks,
         config.evaluation,
     )
-    # Latents and noise in fp32; an oversize sample runs alone.
-    largest = max(limit_of(schedule.settings), int(schedule.table.num_tokens.max()))
+    # An oversize sample runs alone. Latents and noise take at most 4 bytes a number, texts 2; next to a picture's
+    # latents its text is large.
+    table = schedule.table
+    largest = max(limit_of(schedule.settings), int(table.num_tokens.max()))
+    text_bytes_per_token = float((table.text_len / table.num_tokens).max()) * config.model.text_dim * 2
     feed = PlannedFeed(
         training,
         schedule.corpus,
@@ -309,7 +312,7 @@ def planned_feeds(config: RunConfig, ranks: Ranks, schedule: Schedule, first_ste
         ranks.rank,
         range(first_step, config.max_steps),
         config.data,
-        micro_batch_bytes=largest * geometry.token_size * 2 * 4,
+        micro_batch_bytes=int(largest * (geometry.token_size * 2 * 4 + text_bytes_per_token)),
         pin_memory=ranks.device.type == "cuda",
     )
     return feed, held_out

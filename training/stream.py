@@ -6,16 +6,15 @@ index would allow, leveling the work of the ranks, is not done here.
 """
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
-from adaptiveload.data.reader import Sample, read_null_text
+from adaptiveload.data.reader import FIRST_CAPTION, Sample, read_null_text
 from adaptiveload.data.stream import (
     Progress,
     ShardEnd,
@@ -40,6 +39,7 @@ from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.scheduling.updates import CostHistory
 from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.feed import DataConfig, MicroBatch
+from adaptiveload.training.workers import Loaded
 
 STREAM_POLICIES = ("local", "dual_constraint", "equal_token")
 QUEUE = 64  # samples that local packing chooses from; more gains nothing (simulated at 64 to 512)
@@ -136,7 +136,7 @@ class StreamDataset(IterableDataset[StreamItem | StreamLoss | ShardEnd]):
         share: tuple[int, int],
         progress: Progress,
         normalization_hash: str | None,
-        null_text: np.ndarray,
+        null_text: torch.Tensor,
         text_len: int,
         schedule: ScheduleConfig,
         geometry: LatentGeometry,
@@ -159,24 +159,25 @@ class StreamDataset(IterableDataset[StreamItem | StreamLoss | ShardEnd]):
             if tokens > self.schedule.memory_limit_tokens and not self.schedule.allow_oversize:
                 limit = self.schedule.memory_limit_tokens
                 yield StreamLoss(name, f"{tokens} tokens, above schedule.memory_limit_tokens = {limit}", place)
-            elif len(sample.text) > self.text_len:
-                yield StreamLoss(name, f"{len(sample.text)} text rows, above model.text_len = {self.text_len}", place)
+            elif len(sample.stored_texts[FIRST_CAPTION]) > self.text_len:
+                rows = len(sample.stored_texts[FIRST_CAPTION])
+                yield StreamLoss(name, f"{rows} text rows, above model.text_len = {self.text_len}", place)
             else:
                 yield StreamItem(place, shape, sample.source, self._draw(place, shape, sample))
 
     def _draw(self, place: StreamPlace, shape: Shape, sample: Sample) -> PackedSample:
         rng = sample_generator(self.seed, sample.source, sample.key, self.progress.epoch, 0)
         grid = tuple(self.geometry.token_grid(shape))
-        drawn = draw(rng, sample.latents.shape, int(np.prod(grid)), self.objective)
+        drawn = draw(rng, sample.stored_latents.shape, int(np.prod(grid)), self.objective)
         return PackedSample(
             key=f"{place.shard}/{sample.key}",
             grid=grid,
-            latents=patchify(torch.from_numpy(sample.latents), self.geometry.patch),
+            latents=patchify(sample.stored_latents, self.geometry.patch),
             noise=patchify(torch.from_numpy(drawn.noise), self.geometry.patch),
             sigma=drawn.sigma,
             clean_frames=drawn.clean_frames,
             weight=math.prod(grid) ** self.schedule.loss_weight_exponent * drawn.loss_weight,
-            text=torch.from_numpy(self.null_text if drawn.drops_text else sample.text),
+            text=self.null_text if drawn.drops_text else sample.stored_texts[FIRST_CAPTION],
         )
 
 
@@ -214,7 +215,7 @@ class StreamFeed:
         self.urls, storage = find_shards(data.path)
         self.null_text = read_null_text(storage, text_dim)
         self._normalization_hash = peek_normalization(self.urls)
-        self.wait_s = 0.0
+        self._waited_s = 0.0
         self.table: SampleTable | None = None
         self._position = int(saved["position"]) if saved else 0
         self._step = int(saved["step"]) if saved else 0
@@ -225,6 +226,11 @@ class StreamFeed:
         self._packer: Packer | None = None
         self._filler_grid = tuple(geometry.token_grid(Shape(1, *geometry.pixel_multiple)))
         self._begin_epoch()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the training process has waited for the reading process so far."""
+        return self._waited_s + self._items.wait_s
 
     def next_step(self) -> tuple[StepPlan, Iterator[MicroBatch]]:
         """The next step's plan and its micro-batches for this rank.
@@ -247,7 +253,7 @@ class StreamFeed:
 
     def close(self) -> None:
         """End the reading process."""
-        self._items = iter(())
+        self._items.close()
 
     def saved_state(self, plan: StepPlan) -> dict[str, Any]:
         """What a checkpoint after `plan` keeps; collective."""
@@ -314,9 +320,7 @@ class StreamFeed:
         """The next sample; None at a loss, at the end of a shard, and at the end of the epoch."""
         if self._ahead:
             return self._ahead.pop(0)
-        started = time.perf_counter()
         found = next(self._items, None)
-        self.wait_s += time.perf_counter() - started
         if isinstance(found, StreamItem):
             return found
         if isinstance(found, StreamLoss):
@@ -363,17 +367,14 @@ class StreamFeed:
             self.objective,
             self.seed,
         )
-        loader = DataLoader(
-            dataset,
-            batch_size=None,
-            num_workers=self.data.num_workers,
-            prefetch_factor=QUEUE if self.data.num_workers else None,
-            timeout=self.data.worker_timeout_s if self.data.num_workers else 0,
+        self._items = Loaded(
+            dataset, num_workers=self.data.num_workers, prefetch=QUEUE, timeout_s=self.data.worker_timeout_s
         )
-        self._items = iter(loader)
         self._has_read_all = False
 
     def _end_epoch(self) -> None:
+        self._waited_s += self._items.wait_s
+        self._items.close()
         self._progress = Progress(self._progress.epoch + 1)
         self._begin_epoch()
 

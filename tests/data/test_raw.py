@@ -14,6 +14,12 @@ def reasons(found):
     return {problem.key: problem.reason for problem in found.skipped}
 
 
+def write_pair(folder):
+    folder.mkdir(parents=True)
+    (folder / "a.png").write_bytes(PICTURE)
+    (folder / "a.txt").write_bytes(b"text")
+
+
 def test_a_folder_pairs_media_with_captions(tmp_path):
     root = tmp_path / "set"
     (root / "deep").mkdir(parents=True)
@@ -104,10 +110,27 @@ def test_a_key_twice_in_a_shard_is_skipped_once_and_equal_keys_of_two_shards_are
 
 def test_inputs_that_cannot_be_told_apart_or_do_not_exist_are_refused(tmp_path):
     for parent in ("x", "y"):
-        (tmp_path / parent / "set").mkdir(parents=True)
-        (tmp_path / parent / "set" / "a.png").write_bytes(PICTURE)
-        (tmp_path / parent / "set" / "a.txt").write_bytes(b"text")
+        write_pair(tmp_path / parent / "set")
     with pytest.raises(ValueError, match="two input folders have the same name 'set'"):
         find_inputs([tmp_path / "x" / "set", tmp_path / "y" / "set"])
+    assert captions(find_inputs([tmp_path / "x" / "set", f"other={tmp_path / 'y' / 'set'}"])).keys() == {
+        "set/a.png",
+        "other/a.png",
+    }
     with pytest.raises(ValueError, match=r"neither a folder, a \.tar shard nor a manifest"):
         find_inputs([tmp_path / "nowhere"])
+
+
+def test_a_corpus_that_moved_or_was_renamed_keeps_its_names(tmp_path, monkeypatch):
+    """Keys of noise and the held-out choice are made of names; where a folder lies is no part of them."""
+    root = tmp_path / "media"
+    write_pair(root / "clips")
+    write_tar(root / "more.tar", [("k.png", PICTURE), ("k.txt", b"in a shard")])
+    before = {(item.name, item.source) for item in find_inputs([root]).items}
+    (tmp_path / "elsewhere").mkdir()
+    moved = root.rename(tmp_path / "elsewhere" / "media")
+    assert {(item.name, item.source) for item in find_inputs([moved]).items} == before
+    renamed = moved.rename(tmp_path / "corpus=2")
+    assert {(item.name, item.source) for item in find_inputs([f"media={renamed}"]).items} == before
+    monkeypatch.chdir(renamed)
+    assert {item.source for item in find_inputs(["."]).items} == {"corpus=2/clips/a.png", "corpus=2/more.tar/k.png"}

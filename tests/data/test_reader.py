@@ -41,7 +41,7 @@ def test_samples_read_back_as_written(tmp_path):
         np.testing.assert_array_equal(sample.latents, latents[i].astype(np.float32))
         # Text is stored as bfloat16: 8 bits of mantissa.
         np.testing.assert_allclose(sample.text, HashTextEncoder(16).encode([sample.caption])[0], rtol=2**-8)
-    np.testing.assert_allclose(reader.null_text(), HashTextEncoder(16).encode([""])[0], rtol=2**-8)
+    np.testing.assert_allclose(reader.null_text().float(), HashTextEncoder(16).encode([""])[0], rtol=2**-8)
 
 
 def test_shards_are_equal_byte_for_byte_when_written_again(tmp_path):

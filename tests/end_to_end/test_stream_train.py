@@ -14,9 +14,6 @@ from tests.conftest import NUM_SAMPLES
 from tests.end_to_end.test_exactly_once import kill_all, num_lines, start, used_samples
 from tests.launching import launch
 
-# A loader worker forked beside gloo threads can deadlock (seen on 4 ranks): not for CI until mended.
-pytestmark = pytest.mark.stress
-
 EPOCHS = 2
 
 

@@ -1,9 +1,13 @@
 """Token layout, packing, and what a packed batch says about itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from einops import rearrange
 
-from adaptiveload.models.packing import PackedSample, filler_sample, pack, patchify, unpatchify
+from adaptiveload.models.flow_matching import noisy_latents, velocity_target
+from adaptiveload.models.packing import PackedSample, filler_sample, pack, pad_text, patchify, unpatchify
 
 
 def test_patchify_layout_is_row_major_tokens_of_channel_major_patches():
@@ -81,6 +85,34 @@ def test_samples_that_do_not_fit_are_named(samples):
     text = PackedSample("clip9", (1, 1, 1), torch.zeros(1, 16), torch.zeros(1, 16), 0.5, torch.zeros(1, 17))
     with pytest.raises(ValueError, match=r"clip9: text is \[1, 17\], expected \[T, 16\]"):
         pack([samples[0], text])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stored_types_give_the_same_numbers_as_float32(samples, dtype):
+    """Latents and text cross to the GPU in 16 bits; nothing may be rounded on the way."""
+    rounded = [replace(s, latents=s.latents.to(dtype), text=s.text.bfloat16()) for s in samples]
+    wide = [replace(s, latents=s.latents.float(), text=s.text.float()) for s in rounded]
+    stored, expected = (
+        pack([*rounded, filler_sample((1, 1, 1), 16, 16)]),
+        pack([*wide, filler_sample((1, 1, 1), 16, 16)]),
+    )
+    assert stored.text.dtype == torch.bfloat16
+    for function in (noisy_latents, velocity_target):
+        assert function(stored).dtype == torch.float32
+        assert torch.equal(function(stored), function(expected))
+    assert torch.equal(pad_text(stored, 32, torch.float32), pad_text(expected, 32, torch.float32))
+
+
+@pytest.mark.parametrize("patch", [(1, 2, 2), (1, 1, 1), (2, 1, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tokens_have_the_documented_order_whatever_the_memory_order(patch, dtype):
+    latents = torch.randn(3, 4, 6, 8).to(dtype)
+    pattern = "c (f pf) (y py) (x px) -> (f y x) (c pf py px)"
+    expected = rearrange(latents, pattern, **dict(zip(("pf", "py", "px"), patch, strict=True)))
+    for stored in (latents, latents.mT.contiguous().mT, torch.cat([latents[:1], latents])[1:]):
+        assert torch.equal(patchify(stored, patch), expected)
+    grid = tuple(side // size for side, size in zip((4, 6, 8), patch, strict=True))
+    assert torch.equal(unpatchify(expected, grid, patch), latents)
 
 
 @pytest.mark.gpu

@@ -21,9 +21,6 @@ from adaptiveload.training.stream import check_stream_config
 from tests.data.media_files import write_tar
 from tests.launching import launch
 
-# A loader worker forked beside gloo threads can deadlock (seen on 4 ranks): not for CI until mended.
-pytestmark = pytest.mark.stress
-
 SHAPES = (Shape(1, 32, 32), Shape(5, 32, 32), Shape(9, 48, 32), Shape(5, 64, 64), Shape(13, 64, 64))
 POLICIES = ("dual_constraint", "equal_token", "local")
 

@@ -1,0 +1,126 @@
+"""DataLoader workers come from a server without threads, and nothing outlives its rank."""
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from adaptiveload.training.workers import Loaded, explain_worker_failure
+from tests.launching import ROOT, data_workers, environment
+
+PROGRAM = """
+import sys, time
+from adaptiveload.training.workers import Loaded
+items = Loaded(range(10**6), num_workers=2, prefetch=2, timeout_s=60)
+next(items), next(items)  # one of each worker
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def owner() -> Iterator[subprocess.Popen]:
+    """A process that has a server and two workers."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_workers_are_forked_from_a_process_of_one_thread(owner: subprocess.Popen) -> None:
+    family = psutil.Process(owner.pid).children(recursive=True)
+    workers = data_workers(family)
+    assert len(workers) == 2
+    (server,) = {worker.parent() for worker in workers}
+    assert server.num_threads() == 1
+    owner.communicate(b"\n", timeout=30)
+    assert owner.returncode == 0
+    assert psutil.wait_procs(family, timeout=15)[1] == []
+
+
+def test_nothing_outlives_a_killed_rank(owner: subprocess.Popen) -> None:
+    family = psutil.Process(owner.pid).children(recursive=True)
+    assert len(family) >= 3  # server and workers; Python's tracker of semaphores
+    owner.kill()
+    owner.wait()
+    assert psutil.wait_procs(family, timeout=15)[1] == []
+
+
+class _Blocks:
+    """Messages that do not fit into a pipe: a worker is killed while it writes one."""
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((50_000,), i)
+
+
+@pytest.mark.parametrize("dataset", [range(10**6), _Blocks()], ids=["small", "large"])
+def test_a_dead_worker_is_noticed_long_before_the_time_limit(dataset: Any) -> None:
+    others = psutil.Process().children(recursive=True)
+    items = Loaded(dataset, range(10**6), num_workers=1, prefetch=4, timeout_s=600)
+    next(items)
+    (worker,) = data_workers([child for child in psutil.Process().children(recursive=True) if child not in others])
+    time.sleep(0.5)  # all that may be loaded ahead is
+    worker.kill()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        list(itertools.islice(items, 10))
+    items.close()
+    assert time.monotonic() - started < 30
+    assert "a data worker died" in str(explain_worker_failure(caught.value, 0))
+
+
+def test_only_failures_of_workers_are_explained() -> None:
+    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    assert "rank 3: a data worker died" in str(explain_worker_failure(error, 3))
+    assert explain_worker_failure(RuntimeError("NCCL"), 3) is None
+
+
+class _Tensors:
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        rng = torch.Generator().manual_seed(i)
+        small = torch.randn(3, 4, generator=rng)
+        return {
+            "large": torch.randn(400_000, generator=rng),
+            "half": small.half(),
+            "bfloat16": small.bfloat16().T,
+            "empty": torch.zeros(0, 5, dtype=torch.bfloat16),
+            "scalar": torch.tensor(i, dtype=torch.int32),
+        }
+
+
+def test_tensors_arrive_as_they_were_sent() -> None:
+    """Large ones in shared memory, small ones with the message."""
+    loaded = Loaded(_Tensors(), range(4), num_workers=2, prefetch=2, timeout_s=60)
+    for i, found in enumerate(loaded):
+        expected = _Tensors()[i]
+        assert found.keys() == expected.keys()
+        assert found["large"].is_shared()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
+            found[name].zero_()  # its own memory, and writable
+    with pytest.raises(StopIteration):
+        next(loaded)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7])
+def test_closing_ends_the_workers_wherever_they_are(taken: int) -> None:
+    """They, and the thread, may be waiting for requests, for room, or for each other."""
+    asked: list[int] = []
+    before = set(threading.enumerate())
+    loaded = Loaded(range(100), (asked.append(i) or i for i in range(100)), num_workers=1, prefetch=2, timeout_s=60)
+    assert [next(loaded) for _ in range(taken)] == list(range(taken))
+    assert len(asked) == taken + loaded.ahead
+    loaded.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "data" and thread not in before]
