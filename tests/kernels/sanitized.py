@@ -23,7 +23,7 @@ class Where:
 
 if __name__ == "__main__":
     extension = Extension(Path(sys.argv[1]))
-    variants = [extension, extension.variant(d_tile=True), extension.variant(launch=Launch(2, 1, 4, 2, 1))]
+    variants = [extension, extension.variant(d_tile=True), extension.variant(launch=Launch(2, 1, 2, 2, 1))]
     num_cases = 0
     for hidden_size, lengths, names, dtype in itertools.product(
         (40, 264), ([13], [1, 0, 7, 3]), (MODULATED, ALL), (torch.float32, torch.bfloat16)
