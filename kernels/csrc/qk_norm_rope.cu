@@ -10,10 +10,9 @@ template <class T, bool kPerHead> int launch_rows(const QkParams& p, bool is_bac
   const int bytes = is_backward ? QkWalk<T, kPerHead, true>::Rows::bytes(num_threads)
                                 : QkWalk<T, kPerHead, false>::Rows::bytes(num_threads);
   const auto kernel = is_backward ? qk_backward_kernel<T, kPerHead> : qk_forward_kernel<T, kPerHead>;
-  if (bytes > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-  }
+  // Also for 48 KB and less: with the static part it may be more.
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
   if (fits != nullptr) return cudaOccupancyMaxActiveBlocksPerMultiprocessor(fits, kernel, num_threads, bytes);
   LAUNCH(kernel, dim3(p.sides[0].num_blocks + p.sides[1].num_blocks), dim3(num_threads), bytes, stream, p);
   return cudaGetLastError();
