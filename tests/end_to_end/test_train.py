@@ -67,7 +67,8 @@ def killed(run_config: Path, output_dir: Path) -> Path:
     command = launch_command(run_config, "name=killed", "schedule.meet=step", "data.num_workers=2", ranks=2)
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not (run_dir / "metrics.jsonl").exists() or len(read_metrics(run_dir)) < 12:
+    metrics = run_dir / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 12:  # the last line may be half written
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
