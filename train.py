@@ -161,7 +161,7 @@ def evaluate(run: Run, step: int) -> None:
         losses = run.held_out.losses(run.model)
     if run.tracker is not None:
         run.tracker.log(step, losses | {"train/loss_heldout_linear": linear_loss})
-        loss = losses["train/loss_heldout"]
+        loss = losses.get("train/loss_heldout", math.nan)  # nan: none could be read
         run.tracker.message(
             f"step {step + 1}: held-out loss {loss:.4f}, best per-channel linear predictor {linear_loss:.4f} "
             f"({abs(1 - loss / linear_loss):.1%} {'below' if loss < linear_loss else 'above'} it)"

@@ -177,10 +177,12 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=corpus.repeats[train_ids]
     )
     lookahead = config.schedule.lookahead
-    if lookahead == "auto":
+    if lookahead == "auto" and schedule_config.policy != "balanced":
+        lookahead = "1"  # the paper's policies draw in plain order
+    elif lookahead == "auto":
         lookahead = str(
             saved["schedule.lookahead"]
-            if saved
+            if saved and "schedule.lookahead" in saved
             else resolve_lookahead(schedule_config, table, order, models.cost, ranks, meet)
         )
     schedule_config = replace(schedule_config, lookahead=lookahead)

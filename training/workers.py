@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 T = TypeVar("T")
 
-# What takes long to import, once for all workers of a rank. None of these starts a thread; pyarrow would.
+# What takes long to import, once for all workers of a rank. None of these starts a thread, but for those of BLAS where
+# OMP_NUM_THREADS allows them; pyarrow would.
 _PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "accelerate", "omegaconf", "scipy.optimize"]
 # What is smaller crosses a busy machine faster with the message than by shared memory (6 against 10 ms at 2 cores of
 # load 6, 1.1 against 1.5 ms of the rank's time).
