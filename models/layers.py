@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own documentation uses)
+from torch.utils.checkpoint import checkpoint
 
 from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
 from adaptiveload.models.attention import AttentionBatch, packed_attention
@@ -21,6 +22,21 @@ from adaptiveload.models.packing import Grid
 def linear_fp32(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     """`linear(x)` in float32, whatever the dtype of `x` and of the weights."""
     return F.linear(x.float(), linear.weight.float(), linear.bias.float())
+
+
+class Block(nn.Module):
+    """A transformer block whose activations may be computed again in backward instead of being kept."""
+
+    def forward(self, *inputs, recompute: str) -> tuple[torch.Tensor | None, ...]:
+        """As `_forward`; with `recompute` "full" only the inputs are kept for backward.
+
+        Checkpointing happens in here, inside what FSDP shards: a block's weights are gathered once for recomputation
+        and backward.
+        """
+        if recompute == "full":
+            # Nothing here is random.
+            return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(*inputs)
 
 
 class LinearFp32(nn.Linear):

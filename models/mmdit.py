@@ -18,13 +18,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own documentation uses)
-from torch.utils.checkpoint import checkpoint
 
 from adaptiveload.kernels.adaln import adaln
 from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
 from adaptiveload.models.attention import AttentionBatch, attention_batches, packed_attention
 from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
-from adaptiveload.models.layers import FeedForward, LinearFp32, TimeEmbedder, linear_fp32
+from adaptiveload.models.layers import Block, FeedForward, LinearFp32, TimeEmbedder, linear_fp32
 from adaptiveload.models.packing import PackedBatch, to_device
 from adaptiveload.models.rope import joint_rotary_tables
 from adaptiveload.models.sharded import draw_whole
@@ -201,7 +200,7 @@ class Modulation(nn.ModuleList):
         return [*parts, gate.clone()]
 
 
-class MMDiTBlock(nn.Module):
+class MMDiTBlock(Block):
     """Joint attention and two MLPs, each behind a norm that first adds what came before it to its stream.
 
     The last block's text is read by nothing: diffusers computes what follows its attention and drops it, here it is
@@ -217,12 +216,6 @@ class MMDiTBlock(nn.Module):
         self.img_mlp = FeedForward(size, MLP_RATIO * size)
         self.txt_mod = Modulation(size)
         self.txt_mlp = FeedForward(size, MLP_RATIO * size)
-
-    def forward(self, *inputs, recompute: str) -> tuple[torch.Tensor | None, ...]:
-        """As `_forward`; with `recompute` "full" only the inputs are kept for backward, as in `WanBlock`."""
-        if recompute == "full":
-            return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(*inputs)
 
     def _forward(
         self,

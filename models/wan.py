@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Self
 import torch
 from einops import rearrange
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from adaptiveload.kernels.adaln import adaln
 from adaptiveload.models.attention import AttentionBatch, attention_batches
 from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
 from adaptiveload.models.layers import (
     Attention,
+    Block,
     FeedForward,
     LinearFp32,
     PatchEmbedding,
@@ -125,7 +125,7 @@ class Modulation(nn.Module):
         return [table.float() + projection for table in self.blocks], self.head.float() + embedding.unsqueeze(1)
 
 
-class WanBlock(nn.Module):
+class WanBlock(Block):
     """Self attention, cross attention and feed-forward, each behind a norm that first adds what came before it."""
 
     def __init__(self, config: WanConfig):
@@ -137,17 +137,6 @@ class WanBlock(nn.Module):
         # Before the cross attention. In the original Wan code this one is norm3, and the feed-forward's is norm2.
         self.norm2 = nn.LayerNorm(size, eps)
         self.ffn = FeedForward(size, config.ffn_dim)
-
-    def forward(self, *inputs, recompute: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_forward`; with `recompute` "full" only the inputs are kept for backward.
-
-        Checkpointing happens in here, inside what FSDP shards: a block's weights are gathered once for recomputation
-        and backward.
-        """
-        if recompute == "full":
-            # Nothing here is random.
-            return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(*inputs)
 
     def _forward(
         self,

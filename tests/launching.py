@@ -44,6 +44,21 @@ def launch(
     return result
 
 
+def run_ranks(script: str, *arguments: object, ranks: int) -> list[str]:
+    """Run a Python file once for each rank, the rank as its last argument; what each printed."""
+    command = [sys.executable, script, *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    workers = [subprocess.Popen([*command, str(r)], text=True, env=environment(), **pipes) for r in range(ranks)]
+    try:
+        outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()  # a rank whose peer failed waits in a collective
+    for worker, output in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, output
+    return outputs
+
+
 def run_script(name: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess:
     """Run `python -m scripts.NAME` to its end."""
     command = [sys.executable, "-m", f"scripts.{name}", *map(str, arguments)]

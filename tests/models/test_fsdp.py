@@ -3,31 +3,17 @@
 Run as a script it is one of the two processes; under pytest it starts them.
 """
 
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
 
-from tests.launching import environment
+from tests.launching import run_ranks
 
 WORLD_SIZE = 2
 
 
 def test_two_processes_agree_with_the_unsharded_model(tmp_path):
-    command = [sys.executable, __file__, str(tmp_path / "rendezvous")]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()  # a rank whose peer failed waits in a collective
-    for worker, output in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, output
+    for output in run_ranks(__file__, tmp_path / "rendezvous", ranks=WORLD_SIZE):
         assert output.count("checked:") == len(CHECKS), output
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from adaptiveload.models.flow_matching import timesteps
 from adaptiveload.models.packing import pack, patchify, unpatchify
 from adaptiveload.models.pretrained import load_pretrained, save_pretrained
 from adaptiveload.models.wan import WanConfig, WanTransformer
-from tests.launching import environment
+from tests.launching import run_ranks
 
 SIZES = {
     "num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4, "out_channels": 4, "text_dim": 16,
@@ -191,20 +190,7 @@ def test_two_ranks_read_their_shards_and_hold_no_more(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = WanTransformer3DModel(**WanConfig(**LARGE).to_diffusers())
     model.save_pretrained(tmp_path / "weights", max_shard_size="50MB")
-    command = [sys.executable, __file__, str(tmp_path)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, output in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, output
+    outputs = run_ranks(__file__, tmp_path, ranks=WORLD_SIZE)
     expected = model.state_dict()
     parts = [torch.load(tmp_path / f"part-{rank}.pt") for rank in range(WORLD_SIZE)]
     for name, tensor in expected.items():
