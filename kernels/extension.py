@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from adaptiveload.kernels.library import DTYPES, VECTOR, Library, address, stream_of
+from adaptiveload.kernels.library import DTYPES, VECTOR, Library, address, stream_of, warn_of_scalar_path
 from adaptiveload.kernels.qk_extension import QkExtension
 from adaptiveload.kernels.reference import Gradients, Inputs, Wanted
 
@@ -61,7 +61,7 @@ class Launch:
     min_rows: int = 8
 
 
-# A block that comes back to a segment this often or more has its modulation in registers for long enough.
+# Rows of one segment that a block must get, dealt out in turn, for loading the segment's modulation to be worth it.
 ROWS_PER_RELOAD = 50
 
 
@@ -223,6 +223,11 @@ class Extension:
         return self._blocks_that_fit[key]
 
     def _lay_out_scalar(self, params: Params) -> None:
+        names = {number: str(dtype).removeprefix("torch.") for dtype, number in DTYPES.items()}
+        dtypes = ", ".join(
+            f"{name} {names[getattr(params, name).dtype]}" for name in "xyh" if getattr(params, name).data
+        )
+        warn_of_scalar_path(f"AdaLN of D = {params.hidden_size}, {dtypes}")
         self._deal_out(params, blocks_per_multiprocessor=8, min_rows=1)
 
     def _deal_out(self, params: Params, blocks_per_multiprocessor: int, min_rows: int) -> None:

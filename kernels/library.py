@@ -4,10 +4,15 @@ It has a plain C interface, so nothing here depends on the version of Python or 
 """
 
 import ctypes
+import functools
+import logging
+import os
 from ctypes import POINTER, byref, c_char_p, c_int
 from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # csrc/device.cuh, Dtype
 VECTOR = 8  # elements that a thread reads together
@@ -62,3 +67,10 @@ def address(tensor: torch.Tensor | None) -> int | None:
 def stream_of(x: torch.Tensor) -> int:
     """The current stream of the device of `x`."""
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+
+
+@functools.cache
+def warn_of_scalar_path(operation: str) -> None:
+    """Say once, on rank 0, that `operation` is one that the fast kernels cannot do."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("%s: no fast kernel, so the slow scalar one runs (docs/kernels.md)", operation)

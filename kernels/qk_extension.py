@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, 
 
 import torch
 
-from adaptiveload.kernels.library import DTYPES, VECTOR, Library, address, stream_of
+from adaptiveload.kernels.library import DTYPES, VECTOR, Library, address, stream_of, warn_of_scalar_path
 from adaptiveload.kernels.qk_reference import QkInputs
 
 MAX_FAST_HIDDEN_SIZE = 5120  # a thread owns eight columns, and a block has at most 640 threads
@@ -105,7 +105,9 @@ class QkExtension:
     def _lay_out(self, params: QkParams, is_fast: bool, is_backward: bool) -> None:
         """Deal the rows of q, then those of k, out to blocks: equally many each, as many blocks as run together."""
         blocks = SCALAR_BLOCKS_PER_MULTIPROCESSOR
-        if is_fast:
+        if not is_fast:
+            warn_of_scalar_path(f"QK norm of {params.num_heads} heads of {params.head_dim}, or misaligned")
+        else:
             key = (params.device, params.dtype, params.num_heads, params.head_dim, params.width, is_backward)
             if key not in self._blocks_that_fit:
                 count = c_int()

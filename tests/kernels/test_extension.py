@@ -8,6 +8,7 @@ import torch
 from adaptiveload.kernels import backends
 from adaptiveload.kernels.adaln import adaln, layer_norm_modulate
 from adaptiveload.kernels.extension import MAX_INLINE_OFFSETS, Launch
+from adaptiveload.kernels.library import warn_of_scalar_path
 from tests.kernels.test_adaln import SUBSETS, make_inputs, oracle
 
 ALL = ("y", "gate", "scale", "shift", "weight", "bias")
@@ -112,6 +113,14 @@ def test_no_tokens(kernels, lengths):
     for name, gradient in run(kernels, inputs, ALL).items():
         assert not gradient.any(), name
     assert run(kernels, inputs, ALL)["dscale"].shape == (len(lengths), 64)
+
+
+def test_scalar_path_is_said_once(kernels, caplog):
+    warn_of_scalar_path.cache_clear()
+    for _ in range(2):
+        run(kernels, make_inputs(hidden_size=39), MODULATED)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("AdaLN of D = 39, x float32, h float32: no fast kernel")
 
 
 def test_more_segments_than_fit_into_the_launch(kernels):
