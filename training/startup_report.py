@@ -8,6 +8,7 @@ import numpy as np
 
 from adaptiveload.scheduling.balanced import BalancedPolicy, enough_samples_per_step
 from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
+from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.run import Schedule
 
 _NUM_STEPS = 20
@@ -30,7 +31,7 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
     step_s = float(work.max(axis=1).sum()) / 1e6 / _NUM_STEPS
     tokens = sum(int(schedule.table.num_tokens[plan.sample_ids].sum()) for plan in plans)
     samples = float(np.mean([plan.num_samples for plan in plans]))
-    largest = max(plans, key=lambda plan: int(plan.num_tokens.max()))
+    largest = max(_most_tokens(plan, schedule, ranks) for plan in plans)
     memory = "measured" if schedule.models.is_memory_measured else "a prior"
     head = (
         f"{_NUM_STEPS} steps from {first_step} on {ranks} ranks, {schedule.settings.policy}, meeting every "
@@ -45,7 +46,7 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
             f"costs: {schedule.models.source}; memory: {memory}",
             head,
             f"  samples a step      {samples:.1f}, in {np.mean([plan.num_slots for plan in plans]):.1f} slots",
-            f"  largest micro-batch {int(largest.num_tokens.max())} of {schedule.settings.memory_limit_tokens} tokens",
+            f"  largest micro-batch {largest} of {schedule.settings.memory_limit_tokens} tokens",
             f"  load CV             {np.mean([load_cv(plan.costs_us, plan.meet) for plan in plans]):.4f}",
             f"  idle share          {np.mean([idle_share(plan.costs_us, plan.meet) for plan in plans]):.4f}",
             f"  predicted step      {step_s:.3f} s, {tokens / step_s / _NUM_STEPS:,.0f} tokens/s",
@@ -55,6 +56,12 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
             *_plan_lines(plans[0].costs_us, plans[0].num_tokens),
         ]
     )
+
+
+def _most_tokens(plan: StepPlan, schedule: Schedule, ranks: int) -> int:
+    """Of the fullest micro-batch of a step, text included as the memory limit counts it."""
+    tokens = schedule.table.computed_tokens(plan.sample_ids) + schedule.settings.text_memory_tokens
+    return max(int(tokens[list(batch)].sum()) for rank in range(ranks) for batch in plan.micro_batches(rank))
 
 
 def warnings(schedule: Schedule, ranks: int) -> list[str]:

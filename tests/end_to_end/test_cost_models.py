@@ -1,6 +1,7 @@
 """Benchmark, fit, policy table and adaptation on two CPU ranks, as a user runs them."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -116,6 +117,18 @@ def test_fitted_file_plans_here_and_is_refused_elsewhere(cost_file: Path, run_co
     refused = launch(run_config, *other, "schedule.meet=step", ranks=1, check=False)
     assert refused.returncode != 0
     assert "was fitted for something else" in refused.stderr
+
+
+def test_report_counts_text_as_the_limit_does(run_config: Path) -> None:
+    keys = ("schedule.memory_limit_tokens=2048", "schedule.text_memory_tokens=1500")
+    (most,) = re.findall(r"largest micro-batch (\d+) of 2048 tokens", plan_with(run_config, *keys))
+    assert 1500 < int(most) <= 2048  # one sample, of which at most 548 tokens are not text
+
+
+def test_lookahead_asks_nothing_of_the_papers_policies(run_config: Path) -> None:
+    """Their steps are slots: `samples_per_step`, which `balanced` could not split over two ranks, is not theirs."""
+    keys = ("schedule.policy=equal_token", "schedule.lookahead=auto", "schedule.samples_per_step=1")
+    assert "equal_token, meeting every step, lookahead 1:" in plan_with(run_config, *keys)
 
 
 def test_scan_of_another_model_is_not_mixed_in(measurements: Path, run_config: Path) -> None:
