@@ -18,7 +18,7 @@ from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import Policy
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
-from adaptiveload.training.workers import Loaded
+from adaptiveload.training.workers import TAKEN_OVER, Loaded
 
 # Epoch number of held-out draws: no training epoch is negative, so they never share noise with training.
 HELD_OUT_EPOCH = -1
@@ -38,7 +38,8 @@ class DataConfig:
         sources: Several datasets to mix, see `SourceConfig`.
         held_out_share: Share of the source files kept out of training, chosen by hash of the source.
         num_workers: DataLoader processes a rank; 0 reads in the training process. Steps do not depend on it.
-        prefetch_mib: Memory that a rank's workers may fill with micro-batches ahead; each has at least one.
+        prefetch_mib: Memory that micro-batches ahead may take on a rank; each worker has at least one, and three have
+            been taken over from the workers.
         worker_timeout_s: The run stops when a micro-batch takes the workers longer than this.
         max_lost_share: The run stops when more than this share of the samples drawn so far could not be read.
         log_samples: Write the names of the samples of every step to `samples_used/rank-RRR.jsonl`.
@@ -76,7 +77,8 @@ class DataConfig:
         """Micro-batches that each worker prepares ahead, for `DataLoader`."""
         if not self.num_workers:
             return None
-        return min(max(self.prefetch_mib * 2**20 // (self.num_workers * micro_batch_bytes), 1), _MOST_PREFETCHED)
+        fitting = self.prefetch_mib * 2**20 // micro_batch_bytes - TAKEN_OVER
+        return min(max(fitting // self.num_workers, 1), _MOST_PREFETCHED)
 
 
 @dataclass(frozen=True)

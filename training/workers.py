@@ -1,4 +1,4 @@
-"""Worker processes of a rank's DataLoader: they come from a server of one thread, and end with the rank.
+"""Worker processes of a rank's DataLoader: they come from a server without the rank's threads, and end with the rank.
 
 A rank has threads of gloo and CUDA. A worker forked beside them may wait for ever for a lock that one of them held at
 that moment, so nothing is forked from a rank (a stream on 4 ranks hung so).
@@ -28,8 +28,9 @@ _PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "acceler
 # What is smaller crosses a busy machine faster with the message than by shared memory (6 against 10 ms at 2 cores of
 # load 6, 1.1 against 1.5 ms of the rank's time).
 _SMALL_BYTES = 2**19
-# Items that have been taken over from the workers and wait for the rank.
+# Items that have been taken over from the workers and wait for the rank, and with the one that the thread brings.
 _READY = 2
+TAKEN_OVER = _READY + 1
 _END = object()
 # How often a rank that waits looks whether its workers live.
 _CHECK_EVERY_S = 1.0

@@ -98,7 +98,7 @@ def test_every_sample_once_an_epoch_and_equal_slots(dataset: Path, policy: str, 
 
 def test_prefetch_is_bounded_by_bytes() -> None:
     mib = 2**20
-    assert DataConfig(num_workers=2, prefetch_mib=1000).prefetch_factor(100 * mib) == 5
+    assert DataConfig(num_workers=2, prefetch_mib=1000).prefetch_factor(100 * mib) == 3
     assert DataConfig(num_workers=4, prefetch_mib=100).prefetch_factor(100 * mib) == 1
     assert DataConfig(num_workers=1).prefetch_factor(1000) == 16
     assert DataConfig(num_workers=0).prefetch_factor(1000) is None
