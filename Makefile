@@ -36,7 +36,8 @@ report: env
 	$(BIN)/python -m scripts.report --run $(RUN)
 
 test: env lint
-	$(BIN)/python -m pytest -m "not gpu and not stress"
+	# Two at a time, file by file: launches of two ranks spend most of their time on one core, importing.
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not stress"
 
 stress: env
 	$(BIN)/python -m pytest -m stress
