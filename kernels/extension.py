@@ -17,6 +17,7 @@ from adaptiveload.kernels.reference import Gradients, Inputs, Wanted
 MAX_INLINE_OFFSETS = 512
 MAX_VECTOR_HIDDEN_SIZE = 8192
 NO_INSTANCE = -1
+ITEM_SIZES = {number: dtype.itemsize for dtype, number in DTYPES.items()}
 
 
 class Matrix(Structure):
@@ -52,6 +53,8 @@ class Launch:
         stages: Rows on their way to a block or being worked on.
         blocks_per_multiprocessor: If 0, as many as have enough bytes under way.
         min_rows: A block that does fewer is not worth its start.
+        in_turn: Deal rows out in turn where segments are long: all blocks together then go through memory from front to
+            back. For forward; in backward a block would lose its place in a sum.
     """
 
     vectors: int
@@ -59,18 +62,30 @@ class Launch:
     stages: int = 2
     blocks_per_multiprocessor: int = 0
     min_rows: int = 8
+    in_turn: bool = False
 
 
 # Rows of one segment that a block must get, dealt out in turn, for loading the segment's modulation to be worth it.
 ROWS_PER_RELOAD = 50
 
 
-def default_launches(hidden_size: int, is_backward: bool) -> tuple[Launch, ...]:
-    """The layouts for rows of D = `hidden_size`, best first; the first whose ring fits into shared memory is taken."""
+def default_launches(hidden_size: int, is_backward: bool, bytes_per_element: int = 2) -> tuple[Launch, ...]:
+    """The layouts for rows of D = `hidden_size`, best first; the first whose ring fits into shared memory is taken.
+
+    Args:
+        hidden_size: D.
+        is_backward: For the one-pass backward.
+        bytes_per_element: Of what forward reads: x, and y if it is added.
+    """
     if is_backward:
         smaller = Launch(vectors=2, rows=1, stages=2, min_rows=16)
         return (Launch(vectors=1, rows=2, stages=4, min_rows=16), smaller) if hidden_size <= 4096 else (smaller,)
-    return (Launch(vectors=1 if hidden_size <= 2048 else 2, rows=2, stages=2, min_rows=4),)
+    if hidden_size <= 2048:
+        return (Launch(vectors=1, rows=2, stages=2, min_rows=4, in_turn=True),)
+    # Short rows need more of them under way.
+    row_kib = hidden_size * bytes_per_element / 1024
+    deep = Launch(vectors=2, rows=1 if row_kib <= 8 else 2, stages=4, min_rows=4, in_turn=True)
+    return (deep if row_kib <= 11 else Launch(vectors=2, rows=2, stages=2, min_rows=4, in_turn=True),)
 
 
 class Extension:
@@ -192,17 +207,14 @@ class Extension:
 
     def _lay_out(self, params: Params, is_backward: bool) -> bool:
         """Fill in the layout for the fast kernels; False if there is none for these dtypes and this D."""
-        launches = (self._launch,) if self._launch else default_launches(params.hidden_size, is_backward)
+        read = sum(ITEM_SIZES[stream.dtype] for stream in (params.x, params.y) if stream.data)
+        launches = (self._launch,) if self._launch else default_launches(params.hidden_size, is_backward, read)
         for launch in launches:
             params.vectors, params.rows, params.stages = launch.vectors, launch.rows, launch.stages
             if blocks := self._num_blocks(params, is_backward):
                 self._deal_out(params, launch.blocks_per_multiprocessor or blocks, launch.min_rows)
-                # Where segments are long, rows are dealt out in turn: all blocks together then go through memory from
-                # front to back. That made narrow rows and those with an update 3 to 7 % faster on an H200, and wide
-                # ones without slower. In backward a block would lose its place in a sum.
                 rows_per_reload = params.num_rows // (params.num_blocks * max(params.num_segments, 1))
-                gains = params.y.data or params.hidden_size <= 2048
-                if not is_backward and gains and rows_per_reload >= ROWS_PER_RELOAD:
+                if launch.in_turn and rows_per_reload >= ROWS_PER_RELOAD:
                     params.rows_per_block = launch.rows
                 return True
         if self._launch is not None:

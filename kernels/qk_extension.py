@@ -10,7 +10,7 @@ import torch
 from adaptiveload.kernels.library import DTYPES, VECTOR, Library, address, stream_of, warn_of_scalar_path
 from adaptiveload.kernels.qk_reference import QkInputs
 
-MAX_FAST_HIDDEN_SIZE = 5120  # a thread owns eight columns, and a block has at most 640 threads
+MAX_THREADS = 512
 MIN_ROWS = 4  # a block that does fewer is not worth its start
 SCALAR_BLOCKS_PER_MULTIPROCESSOR = 8
 
@@ -38,9 +38,20 @@ class QkParams(Structure):
         ("sides", QkSide * 2),
         ("rotary", c_void_p),
         *((name, c_int32) for name in ["rotary_rows", "num_heads", "head_dim", "width", "rows_per_block", "dtype"]),
+        *((name, c_int32) for name in ["vectors", "rows"]),
         ("eps", c_float),
         ("device", c_int32),
     ]
+
+
+def choose_layout(num_heads: int, is_backward: bool) -> tuple[int, int]:
+    """Vectors that a thread owns of each row, and rows between barriers; as measured on an H200.
+
+    Two vectors share a turn, but lie in different heads: an odd number of heads leaves one.
+    """
+    if num_heads % 2:
+        return 1, 2
+    return (2, 1) if is_backward else (2, 2)
 
 
 class QkExtension:
@@ -71,8 +82,8 @@ class QkExtension:
         for side, result in zip(params.sides, results, strict=True):
             side.out = _heads(result)
         if any(tensor.numel() for tensor in given):
-            is_fast = all(_is_aligned(tensor) for tensor in given)
-            self._lay_out(params, is_fast, is_backward=False)
+            is_aligned = all(_is_aligned(tensor) for tensor in given)
+            is_fast = self._lay_out(params, is_aligned, is_backward=False)
             self._library.call("qk_rows" if is_fast else "qk_scalar_rows", byref(params), 0, stream_of(given[0]))
         return *results, *rstds
 
@@ -88,8 +99,8 @@ class QkExtension:
         for side, grad, result, dweight in zip(params.sides, grads, results, dweights, strict=True):
             side.out, side.dx, side.dweight = _heads(grad), _heads(result), address(dweight)
         if any(tensor.numel() for tensor in given):
-            is_fast = all(_is_aligned(tensor) for tensor in (*given, *grads))
-            self._lay_out(params, is_fast, is_backward=True)
+            is_aligned = all(_is_aligned(tensor) for tensor in (*given, *grads))
+            is_fast = self._lay_out(params, is_aligned, is_backward=True)
             if are_weights_wanted:
                 partials = [
                     torch.empty(side.num_blocks, params.width, dtype=torch.float32, device=given[0].device)
@@ -102,9 +113,15 @@ class QkExtension:
                 self._library.call("qk_finish", byref(params), stream_of(given[0]))
         return *results, *dweights
 
-    def _lay_out(self, params: QkParams, is_fast: bool, is_backward: bool) -> None:
-        """Deal the rows of q, then those of k, out to blocks: equally many each, as many blocks as run together."""
+    def _lay_out(self, params: QkParams, is_aligned: bool, is_backward: bool) -> bool:
+        """Deal the rows of q, then those of k, out to blocks: equally many each, as many blocks as run together.
+
+        Returns:
+            Whether the fast kernels can read these heads.
+        """
         blocks = SCALAR_BLOCKS_PER_MULTIPROCESSOR
+        params.vectors, params.rows = choose_layout(params.num_heads, is_backward)
+        is_fast = is_aligned and params.num_heads * params.head_dim <= MAX_THREADS * VECTOR * params.vectors
         if not is_fast:
             warn_of_scalar_path(f"QK norm of {params.num_heads} heads of {params.head_dim}, or misaligned")
         else:
@@ -120,6 +137,7 @@ class QkExtension:
         params.rows_per_block = max(MIN_ROWS, -(-num_rows // num_blocks))
         for side in params.sides:
             side.num_blocks = -(-side.num_rows // params.rows_per_block)
+        return is_fast
 
 
 def _readable_inputs(
@@ -168,7 +186,6 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the fast kernels can read it."""
-    _, num_heads, head_dim = tensor.shape
+    """Whether the fast kernels can read it in 16 bytes."""
     steps = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:2]))
-    return head_dim % VECTOR == 0 and num_heads * head_dim <= MAX_FAST_HIDDEN_SIZE and all(s % 16 == 0 for s in steps)
+    return tensor.shape[2] % VECTOR == 0 and all(step % 16 == 0 for step in steps)

@@ -32,7 +32,7 @@ from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
 STREAMS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SITES = ("norm", "gated", "qk")
 PEERS = ("eager", "compile")
-NUM_WARM_UP, NUM_REPLAYS = 4, 7  # clocks rise during the first replays
+NUM_WARM_UP, NUM_REPLAYS = 12, 11  # clocks rise during the first replays
 PAPER_GB_SAVED = 4.8  # at 64,000 tokens
 
 
@@ -411,14 +411,12 @@ def measure_ours(
 def sweep(case: Case, extension: Extension, bandwidth: float) -> list[Row]:
     """Every launch choice that was compiled; needs a build with --sweep."""
     rows = []
-    for vectors, num_rows, stages, blocks in product((1, 2), (1, 2), (2, 4), (0, 1, 2)):
-        launch = Launch(vectors, num_rows, stages, blocks, 1)
-        for direction in ("forward", "backward"):
+    for vectors, num_rows, stages, blocks, in_turn in product((1, 2), (1, 2), (2, 4), (0, 1, 2, 3), (False, True)):
+        variant = extension.variant(launch=Launch(vectors, num_rows, stages, blocks, 1, in_turn))
+        name = f"v{vectors}r{num_rows}s{stages}b{blocks}{'t' if in_turn else ''}"
+        for direction in ("forward",) if in_turn else ("forward", "backward"):
             try:
-                variant = extension.variant(launch=launch)
-                rows += measure_ours(
-                    case, variant, "sweep", bandwidth, f"v{vectors}r{num_rows}s{stages}b{blocks}", (direction,)
-                )
+                rows += measure_ours(case, variant, "sweep", bandwidth, name, (direction,))
             except RuntimeError as error:
                 if "has no kernel" not in str(error):
                     raise

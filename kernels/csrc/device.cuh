@@ -139,6 +139,12 @@ template <int pending> __device__ __forceinline__ void wait_copies() {
 constexpr int kMaxThreads = 512;
 constexpr int kMaxWarps = kMaxThreads / 32;
 
+// Empties a buffer of block_sum, for the warps that the block does not have.
+template <int size> __device__ __forceinline__ void clear(float (&sums)[size]) {
+  for (int i = threadIdx.x; i < size; i += blockDim.x) sums[i] = 0.0f;
+  __syncthreads();
+}
+
 // Sums M values (1, 2 or 4) of every thread over the block, in a fixed order; every thread gets all M. One barrier.
 //
 // In each of the first log2(M) exchanges a lane gives away the half of the values that it stops summing, so M sums cost

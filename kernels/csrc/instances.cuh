@@ -7,12 +7,13 @@
 namespace adaln {
 
 // Vectors a thread, rows between barriers, stages: those that default_launches() in kernels/extension.py chooses from.
-#define FOR_EACH_KEPT_LAYOUT(macro) macro(1, 2, 2) macro(2, 2, 2) macro(1, 2, 4) macro(2, 1, 2)
-#ifdef ADALN_SWEEP  // and those that were measured and not kept
-#define FOR_EACH_LAYOUT(macro) \
-  FOR_EACH_KEPT_LAYOUT(macro) macro(1, 1, 2) macro(1, 1, 4) macro(2, 1, 4) macro(2, 2, 4)
-#else
-#define FOR_EACH_LAYOUT(macro) FOR_EACH_KEPT_LAYOUT(macro)
+#ifndef ADALN_SWEEP
+#define FOR_EACH_FORWARD_LAYOUT(macro) macro(1, 2, 2) macro(2, 2, 2) macro(2, 1, 4) macro(2, 2, 4)
+#define FOR_EACH_BACKWARD_LAYOUT(macro) macro(1, 2, 4) macro(2, 1, 2)
+#else  // and those that were measured and not kept
+#define FOR_EACH_FORWARD_LAYOUT(macro) \
+  macro(1, 1, 2) macro(1, 1, 4) macro(1, 2, 2) macro(1, 2, 4) macro(2, 1, 2) macro(2, 1, 4) macro(2, 2, 2) macro(2, 2, 4)
+#define FOR_EACH_BACKWARD_LAYOUT(macro) FOR_EACH_FORWARD_LAYOUT(macro)
 #endif
 
 constexpr int kNoInstance = -1;
@@ -38,24 +39,25 @@ template <class Kernel, int V> int launch_rows(const Params& p, cudaStream_t str
   return cudaGetLastError();
 }
 
-template <class X, class Y, class H, int V, int R, int S>
-int launch_rows(const Params& p, bool is_backward, cudaStream_t stream, int* blocks_per_sm) {
-  if (!is_backward) {
-    return p.y.data != nullptr ? launch_rows<Forward<X, Y, H, true, V, R, S>, V>(p, stream, blocks_per_sm)
-                               : launch_rows<Forward<X, Y, H, false, V, R, S>, V>(p, stream, blocks_per_sm);
-  }
-  return p.gate.data != nullptr ? launch_rows<Backward<X, Y, H, true, V, R, S>, V>(p, stream, blocks_per_sm)
-                                : launch_rows<Backward<X, Y, H, false, V, R, S>, V>(p, stream, blocks_per_sm);
-}
-
 template <class X, class Y, class H>
 int launch_rows(const Params& p, bool is_backward, cudaStream_t stream, int* blocks_per_sm) {
-#define TRY_LAYOUT(V, R, S) \
-  if (p.vectors == V && p.rows == R && p.stages == S) { \
-    return launch_rows<X, Y, H, V, R, S>(p, is_backward, stream, blocks_per_sm); \
+  const bool has_gate = p.gate.data != nullptr, adds = p.y.data != nullptr;
+#define IS_LAYOUT(V, R, S) (p.vectors == V && p.rows == R && p.stages == S)
+#define TRY_FORWARD(V, R, S) \
+  if (!is_backward && IS_LAYOUT(V, R, S)) { \
+    return adds ? launch_rows<Forward<X, Y, H, true, V, R, S>, V>(p, stream, blocks_per_sm) \
+                : launch_rows<Forward<X, Y, H, false, V, R, S>, V>(p, stream, blocks_per_sm); \
   }
-  FOR_EACH_LAYOUT(TRY_LAYOUT)
-#undef TRY_LAYOUT
+#define TRY_BACKWARD(V, R, S) \
+  if (is_backward && IS_LAYOUT(V, R, S)) { \
+    return has_gate ? launch_rows<Backward<X, Y, H, true, V, R, S>, V>(p, stream, blocks_per_sm) \
+                    : launch_rows<Backward<X, Y, H, false, V, R, S>, V>(p, stream, blocks_per_sm); \
+  }
+  FOR_EACH_FORWARD_LAYOUT(TRY_FORWARD)
+  FOR_EACH_BACKWARD_LAYOUT(TRY_BACKWARD)
+#undef TRY_BACKWARD
+#undef TRY_FORWARD
+#undef IS_LAYOUT
   return kNoInstance;
 }
 

@@ -5,17 +5,32 @@
 namespace adaln {
 namespace {
 
-template <class T, bool kPerHead> int launch_rows(const QkParams& p, bool is_backward, cudaStream_t stream, int* fits) {
-  const int num_threads = (columns_of(p) / kVector + 31) / 32 * 32;
-  const int bytes = is_backward ? QkWalk<T, kPerHead, true>::Rows::bytes(num_threads)
-                                : QkWalk<T, kPerHead, false>::Rows::bytes(num_threads);
-  const auto kernel = is_backward ? qk_backward_kernel<T, kPerHead> : qk_forward_kernel<T, kPerHead>;
+template <class Kernel> int launch(Kernel kernel, int bytes, const QkParams& p, cudaStream_t stream, int* fits) {
+  const int num_threads = (columns_of(p) / p.vectors / kVector + 31) / 32 * 32;
+  bytes *= num_threads;
   // Also for 48 KB and less: with the static part it may be more.
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   if (fits != nullptr) return cudaOccupancyMaxActiveBlocksPerMultiprocessor(fits, kernel, num_threads, bytes);
   LAUNCH(kernel, dim3(p.sides[0].num_blocks + p.sides[1].num_blocks), dim3(num_threads), bytes, stream, p);
   return cudaGetLastError();
+}
+
+template <class T, bool kPerHead, bool kBackward, int V, int R>
+int launch(const QkParams& p, cudaStream_t stream, int* fits) {
+  const int bytes_per_thread = QkWalk<T, kPerHead, kBackward, V, R>::Rows::bytes(1);
+  if constexpr (kBackward) return launch(qk_backward_kernel<T, kPerHead, V, R>, bytes_per_thread, p, stream, fits);
+  else return launch(qk_forward_kernel<T, kPerHead, V, R>, bytes_per_thread, p, stream, fits);
+}
+
+// The vectors a thread and rows between barriers that `choose_layout` in kernels/qk_extension.py chooses from.
+template <class T, bool kPerHead> int launch_rows(const QkParams& p, bool is_backward, cudaStream_t stream, int* fits) {
+  const int layout = 10 * p.vectors + p.rows;
+  if (!is_backward && layout == 12) return launch<T, kPerHead, false, 1, 2>(p, stream, fits);
+  if (!is_backward && layout == 22) return launch<T, kPerHead, false, 2, 2>(p, stream, fits);
+  if (is_backward && layout == 12) return launch<T, kPerHead, true, 1, 2>(p, stream, fits);
+  if (is_backward && layout == 21) return launch<T, kPerHead, true, 2, 1>(p, stream, fits);
+  return cudaErrorInvalidConfiguration;
 }
 
 template <class T> int launch_rows(const QkParams& p, bool is_backward, cudaStream_t stream, int* fits) {

@@ -74,12 +74,6 @@ struct Walk {
   }
 };
 
-// The entries of the warps that the block does not have.
-template <int size> __device__ __forceinline__ void clear(float (&sums)[size]) {
-  for (int i = threadIdx.x; i < size; i += blockDim.x) sums[i] = 0.0f;
-  __syncthreads();
-}
-
 // The stage `ahead` places on in a ring of S.
 template <int S> __device__ __forceinline__ int next_stage(int stage, int ahead) {
   stage += ahead;
@@ -242,7 +236,7 @@ template <class X, class Y, class H, bool kGate, int V, int R, int S> struct Bac
   static constexpr int kStages = S;
   static constexpr int kSums = kGate ? 3 : 2;
   static constexpr int kThreads = V * R <= (kGate || sizeof(X) == 4 ? 1 : 2) ? 640 : 384;
-  static constexpr int kBytesUnderWay = 72 * 1024;
+  static constexpr int kBytesUnderWay = 80 * 1024;
 
   // A stage holds mean and rstd of its row for every warp, then x, dh, y, dx_out.
   static __host__ __device__ int statistics_bytes(int num_threads) { return num_threads / 32 * 16; }

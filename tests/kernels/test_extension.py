@@ -9,6 +9,7 @@ from adaptiveload.kernels import backends
 from adaptiveload.kernels.adaln import adaln, layer_norm_modulate
 from adaptiveload.kernels.extension import MAX_INLINE_OFFSETS, Launch
 from adaptiveload.kernels.library import warn_of_scalar_path
+from tests.kernels.conftest import Kernels
 from tests.kernels.test_adaln import SUBSETS, make_inputs, oracle
 
 ALL = ("y", "gate", "scale", "shift", "weight", "bias")
@@ -129,22 +130,21 @@ def test_more_segments_than_fit_into_the_launch(kernels):
     assert_matches(run(kernels, inputs, GATED), expected(inputs, GATED), num_rows=2)
 
 
-SWEEP_ONLY = [Launch(1, 1, 2, 1, 1), Launch(2, 2, 4, 1)]
+LAYOUTS = [Launch(1, 2, 2), Launch(1, 2, 4), Launch(2, 1, 2, 3, 1), Launch(2, 2, 2), Launch(1, 1, 2, 1, 1)]
+LAYOUTS += [Launch(2, 2, 4, 1), Launch(2, 1, 4, min_rows=1, in_turn=True)]
 
 
-@pytest.mark.parametrize(
-    "launch", [Launch(1, 2, 2), Launch(1, 2, 4), Launch(2, 1, 2, 3, 1), Launch(2, 2, 2), *SWEEP_ONLY], ids=str
-)
+@pytest.mark.parametrize("launch", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_layouts_agree(kernels, launch, dtype):
-    if kernels.device == "cuda" and launch in SWEEP_ONLY:
-        pytest.skip("compiled with --sweep only")
+def test_layouts_agree(emulated, launch, dtype):  # a GPU's library has each for one direction only, unless for a sweep
+    kernels = Kernels(emulated, "cpu")
     inputs = make_inputs([40, 1, 23], hidden_size=264)
     inputs |= {"x": inputs["x"].to(dtype), "y": inputs["y"].to(dtype)}
-    usual = run(kernels, inputs, ALL)
-    with backends.use(kernels.extension.variant(launch=launch)):
+    with backends.use(emulated):
+        usual = run(kernels, inputs, ALL)
+    with backends.use(emulated.variant(launch=launch)):
         other = run(kernels, inputs, ALL)
-    assert_matches(other, {name: tensor.cpu().double() for name, tensor in usual.items()}, num_rows=64)
+    assert_matches(other, {name: tensor.double() for name, tensor in usual.items()}, num_rows=64)
 
 
 @pytest.mark.parametrize("names", [MODULATED, GATED, ("weight", "bias"), ALL], ids="+".join)
