@@ -15,9 +15,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from adaptiveload.kernels import backends
+from adaptiveload.kernels.benchmark_cases import NormCase, diffusers_form, leaves_of
 from adaptiveload.kernels.build import LIBRARY
 from adaptiveload.kernels.extension import Extension
-from scripts.benchmark_kernels import NormCase, diffusers_form, leaves_of
 
 NUM_WARM_UP, NUM_CALLS = 3, 9
 SUMS, STRIDED = "column_kernel", "strided_sums"

@@ -3,17 +3,8 @@
 import pytest
 import torch
 
-from scripts.benchmark_kernels import (
-    QkCase,
-    Row,
-    leaves_of,
-    make_case,
-    memory_table,
-    peers,
-    plot_roofline,
-    saved_bytes_per_element,
-    table,
-)
+from adaptiveload.kernels.benchmark_cases import QkCase, Row, leaves_of, make_case
+from scripts.benchmark_kernels import memory_table, peers, plot_roofline, saved_bytes_per_element, table
 
 
 @pytest.mark.parametrize("site", ["norm", "gated", "qk"])
