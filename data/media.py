@@ -112,9 +112,16 @@ class Picture:
         return (width, height) if self._turn.swaps_axes else (height, width)
 
     def rgb(self) -> np.ndarray:
-        """uint8 [H, W, 3] as a player shows it: turned and mirrored by the display matrix, pixels made square."""
-        rgb = self.frame.to_ndarray(format="rgb24", width=self._square_width, height=self.frame.height)
-        return self._turn.apply(rgb)
+        """uint8 [H, W, 3] as a player shows it: turned and mirrored by the display matrix, pixels made square.
+
+        Transparent parts become white. Range and matrix of the colours are the frame's own.
+        """
+        stored = self.frame.format
+        has_alpha = stored.has_palette or any(component.is_alpha for component in stored.components)
+        rgb = self.frame.to_ndarray(
+            format="rgba" if has_alpha else "rgb24", width=self._square_width, height=self.frame.height
+        )
+        return self._turn.apply(np.asarray(_to_rgb(Image.fromarray(rgb))) if has_alpha else rgb)
 
     @property
     def _turn(self) -> "_Turn":

@@ -37,6 +37,24 @@ def test_start_times_are_spread_and_at_least_half_a_sample_apart():
     assert [cut.start for cut in cuts] == [0]
 
 
+@pytest.mark.parametrize(
+    ("selection", "starts"),
+    [("start", [0]), ("middle", [41]), ("sliding", [0, 17, 34, 51, 68]), ("spread", [0, 41, 83])],
+)
+def test_where_samples_begin(selection, starts):
+    rules = config((17, 48, 64), clips_per_shape=3, selection=selection)
+    cuts, _ = plan_cuts("clip.mp4", True, 100, 96, 128, rules)
+    assert [cut.start for cut in cuts] == starts
+
+
+def test_random_starts_are_the_same_each_time_and_never_twice():
+    rules = config((17, 48, 64), clips_per_shape=3, selection="random")
+    starts = {f"{i}.mp4": [cut.start for cut in plan_cuts(f"{i}.mp4", True, 24, 96, 128, rules)[0]] for i in range(50)}
+    assert starts["7.mp4"] == [cut.start for cut in plan_cuts("7.mp4", True, 24, 96, 128, rules)[0]]
+    assert all(len(set(found)) == 3 and found == sorted(found) for found in starts.values())
+    assert {start for found in starts.values() for start in found} == set(range(8))  # all that fit
+
+
 def test_crops_have_the_shape_of_the_target_and_stay_inside():
     rules = config((5, 64, 64), (5, 48, 80), clips_per_shape=5, max_crop=0.5, min_crop_scale=0.6)
     cuts, _ = plan_cuts("clip.mp4", True, 200, 135, 243, rules)

@@ -77,6 +77,42 @@ def test_a_picture_is_turned_and_mirrored_as_its_exif_says(tmp_path, turn, kind)
     np.testing.assert_allclose(rgb, expected(quadrants(32, 64)), atol=4 if kind == "jpeg" else 0)
 
 
+@pytest.mark.parametrize("color_range", [1, 2], ids=["limited", "full"])
+@pytest.mark.parametrize("matrix", [5, 1, 9], ids=["BT.601", "BT.709", "BT.2020"])
+def test_colours_are_of_the_range_and_matrix_that_the_clip_says(tmp_path, matrix, color_range):
+    colours = [(200, 30, 30), (30, 200, 30), (30, 30, 200), (250, 250, 250), (6, 6, 6), (255, 255, 0)]
+    strip = np.concatenate([np.full((64, 32, 3), colour, np.uint8) for colour in colours], 1)
+    path, pixels = tmp_path / "clip.mp4", "yuv444p10le" if matrix == 9 else "yuv444p"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=16)
+        stream.height, stream.width, stream.pix_fmt = *strip.shape[:2], pixels
+        stream.options = {"crf": "1"}
+        stream.codec_context.colorspace, stream.codec_context.color_range = matrix, color_range
+        frame = av.VideoFrame.from_ndarray(strip, format="rgb24")
+        frame = frame.reformat(format=pixels, dst_colorspace=matrix, dst_color_range=color_range)
+        frame.colorspace, frame.color_range, frame.pts = matrix, color_range, 0
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    rgb = next(iter_frames(path, 16))[1].rgb()
+    # Flat colours at the best quality: rounding. Read with another matrix or range they are off by 5 to 20.
+    assert np.abs(rgb[32, 16::32].astype(int) - colours).max() <= 2
+
+
+@pytest.mark.parametrize("kind", ["bgra", "yuva420p"])
+def test_transparent_parts_of_clips_become_white(tmp_path, kind):
+    rgba = np.zeros((32, 64, 4), np.uint8)
+    rgba[..., :3], rgba[:, :32, 3] = (200, 30, 30), 255
+    with av.open(str(tmp_path / "clip.mkv"), "w") as container:
+        stream = container.add_stream("ffv1", rate=16)
+        stream.height, stream.width, stream.pix_fmt = 32, 64, kind
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format=kind)))
+        container.mux(stream.encode(None))
+    rgb = next(iter_frames(tmp_path / "clip.mkv", 16))[1].rgb()
+    # Rounding of YUV.
+    assert np.abs(rgb[16, 8].astype(int) - (200, 30, 30)).max() <= 3
+    assert np.abs(rgb[16, 56].astype(int) - 255).max() <= 1
+
+
 def test_pixels_that_are_not_square_are_stretched(tmp_path):
     path = tmp_path / "wide.mp4"
     with av.open(str(path), "w") as container:
