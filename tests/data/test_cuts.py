@@ -1,7 +1,9 @@
+from pathlib import Path
+
 import pytest
 
 from adaptiveload.data.cuts import CutConfig, plan_cuts
-from adaptiveload.scheduling.shapes import Shape
+from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
 
 def config(*shapes, **changes):
@@ -35,6 +37,19 @@ def test_start_times_are_spread_and_at_least_half_a_sample_apart():
     assert [cut.start for cut in cuts] == [0, 9]
     cuts, _ = plan_cuts("clip.mp4", True, 17, 96, 128, config((17, 48, 64), clips_per_shape=4))
     assert [cut.start for cut in cuts] == [0]
+
+
+def test_the_configurations_that_come_along():
+    folder = Path(__file__).parents[2] / "configs" / "data"
+    found = {path.stem: path for path in folder.glob("*.yaml")}
+    assert found.keys() == {"quickstart", "wan_480p", "wan2_2_ti2v"}
+    for name, geometry, known in (
+        ("quickstart", None, Shape(17, 64, 96)),
+        ("wan_480p", None, Shape(81, 480, 832)),
+        ("wan2_2_ti2v", LatentGeometry(48, spatial_stride=16), Shape(121, 704, 1280)),
+    ):
+        rules = CutConfig.load(found[name], geometry=geometry)
+        assert known in [shape for group in rules.groups for shape in group]
 
 
 @pytest.mark.parametrize(

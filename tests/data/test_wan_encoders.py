@@ -105,6 +105,18 @@ def test_wan_2_2_latents_from_media_to_a_batch(vae_2_2_dir, tmp_path):
     assert [shape for _, shape, _ in streamed] == [Shape(5, 64, 96)] * 2
 
 
+def test_bf16_is_near_and_is_another_setting_of_the_same_latents(vae_dir):
+    exact, rounded = WanVaeCodec(vae_dir), WanVaeCodec(vae_dir, precision="bf16")
+    clips = list(np.random.default_rng(2).integers(0, 256, (3, 5, 16, 16, 3), np.uint8))
+    for latents, expected in zip(rounded.encode_batch(clips), exact.encode_batch(clips), strict=True):
+        assert latents.dtype == np.float32
+        # Eight bits of mantissa through some twenty layers.
+        assert np.linalg.norm(latents - expected) < 0.03 * np.linalg.norm(expected)
+        assert not np.array_equal(latents, expected)
+    assert rounded.settings != exact.settings
+    assert rounded.normalization_hash == exact.normalization_hash
+
+
 def test_a_prefix_of_the_frames_has_a_prefix_of_the_latents(vae_dir):
     codec = WanVaeCodec(vae_dir)
     frames = np.random.default_rng(1).integers(0, 256, (9, 16, 16, 3), np.uint8)
