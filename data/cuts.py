@@ -12,7 +12,7 @@ The rules, for every item and every target shape:
 """
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class CutConfig:
         max_crop: Share of the area that may be lost to reach the shape's aspect ratio, 0 to 1.
         max_upscale: Largest enlargement of a side.
         min_crop_scale: Side of the smallest random crop, relative to the largest possible one.
+        geometry: Of the codec: shapes must fill whole tokens. Not a key of the file.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -58,6 +59,7 @@ class CutConfig:
     max_crop: float = 0.35
     max_upscale: float = 1.0
     min_crop_scale: float = 0.7
+    geometry: LatentGeometry = field(default_factory=LatentGeometry)
 
     def __post_init__(self):
         if bool(self.budgets) != bool(self.frames):
@@ -65,7 +67,7 @@ class CutConfig:
         if not self.groups:
             raise ValueError("`shapes` is empty: name at least one frames, height, width, or `budgets` and `frames`")
         for shape in (shape for group in self.groups for shape in group):
-            LatentGeometry().check(shape, "target shape (key `shapes`)")
+            self.geometry.check(shape, "target shape (key `shapes`)")
         for key, known in (("lengths", LENGTHS), ("selection", SELECTIONS)):
             if getattr(self, key) not in known:
                 raise ValueError(f"`{key}` is {getattr(self, key)!r}, expected one of {', '.join(known)}")
@@ -83,14 +85,14 @@ class CutConfig:
     def groups(self) -> tuple[tuple[Shape, ...], ...]:
         """Target shapes; of each group an item serves the one that fits best."""
         buckets = (
-            tuple(Shape(frames, *size) for size in aspect_sizes(pixels, self.max_aspect))
+            tuple(Shape(frames, *size) for size in aspect_sizes(pixels, self.max_aspect, self.geometry))
             for pixels in self.budgets
             for frames in self.frames
         )
         return (*((shape,) for shape in self.shapes), *buckets)
 
     @classmethod
-    def load(cls, path: Path | None, shapes: str | None = None) -> "CutConfig":
+    def load(cls, path: Path | None, shapes: str | None = None, geometry: LatentGeometry | None = None) -> "CutConfig":
         """Configuration from a YAML file, `shapes` (such as "1,64,64;17,64,96") in place of the file's.
 
         Raises:
@@ -99,7 +101,7 @@ class CutConfig:
         values: dict[str, Any] = {}
         if path is not None:
             values = yaml.safe_load(path.read_text()) or {}
-        types = {field.name: field.type for field in fields(cls)}
+        types = {field.name: field.type for field in fields(cls) if field.name != "geometry"}
         if not isinstance(values, dict) or values.keys() - types.keys():
             unknown = sorted(values.keys() - types.keys()) if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"{path}: unknown {unknown}; the keys are {', '.join(types)}")
@@ -114,16 +116,17 @@ class CutConfig:
             if not all(isinstance(number, int) and number > 0 for number in values[key]):
                 raise ValueError(f"{path}: `{key}` is {values[key]}, expected positive integers")
             values[key] = tuple(values[key])
-        return cls(**{**values, "shapes": tuple(_shape(numbers) for numbers in given)})
+        shapes_given = tuple(_shape(numbers) for numbers in given)
+        return cls(**{**values, "shapes": shapes_given, "geometry": geometry or LatentGeometry()})
 
 
-def aspect_sizes(pixels: int, max_aspect: float) -> list[tuple[int, int]]:
+def aspect_sizes(pixels: int, max_aspect: float, geometry: LatentGeometry) -> list[tuple[int, int]]:
     """Heights and widths within `pixels`, multiples of whole tokens, that could not be larger on either side.
 
     Raises:
         ValueError: If nothing fits into so few pixels.
     """
-    rows, columns = LatentGeometry().pixel_multiple
+    rows, columns = geometry.pixel_multiple
     widths: dict[int, int] = {}  # the largest height of each width
     for height in range(rows, pixels // columns + 1, rows):
         width = pixels // height // columns * columns

@@ -269,8 +269,7 @@ def _read_info(storage: Storage) -> DatasetInfo:
         version = values["format_version"]
         if version != FORMAT_VERSION:
             raise ValueError(f"{path}: format version {version}; this program reads {FORMAT_VERSION}")
-        geometry = values.pop("geometry")
-        geometry = LatentGeometry(**{**geometry, "patch": tuple(geometry["patch"])})
+        geometry = LatentGeometry.from_json(values.pop("geometry"))
         return DatasetInfo(**{**values, "captions": tuple(values.get("captions", ()))}, geometry=geometry)
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error

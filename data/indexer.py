@@ -63,7 +63,6 @@ class IndexBuilder:
             num_samples=self.num_rows,
             shards=self.shards,
             captions=captions,
-            geometry=LatentGeometry(),
         )
         columns = [
             StringColumn.concatenate(parts) if isinstance(parts[0], StringColumn) else np.concatenate(parts)
@@ -75,7 +74,8 @@ class IndexBuilder:
         meta = json.loads(sample.data[JSON_MEMBER])
         latents, texts = tensor_shapes(sample.data[LATENTS_MEMBER], sample.members[LATENTS_MEMBER][1])
         shape = Shape(meta["frames"], meta["height"], meta["width"])
-        expected = list(LatentGeometry().latent_size(shape))
+        geometry = LatentGeometry.from_json(meta["geometry"]) if "geometry" in meta else LatentGeometry()
+        expected = list(geometry.latent_size(shape))
         if latents != expected:
             raise ValueError(f"latents {latents}, but {shape} needs {expected}")
         for text in texts.values():
@@ -83,7 +83,7 @@ class IndexBuilder:
                 raise ValueError(f"text {text} must have two axes, at least one row, and one width")
         if meta["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format version {meta['format_version']}; this program reads {FORMAT_VERSION}")
-        shared = {**{name: meta[name] for name in _SHARED}, "text_dim": texts[TEXT_TENSOR][1]}
+        shared = {**{name: meta[name] for name in _SHARED}, "text_dim": texts[TEXT_TENSOR][1], "geometry": geometry}
         for name, value in shared.items():
             if self._shared.setdefault(name, value) != value:
                 raise ValueError(f"{name} {value}, but samples before have {self._shared[name]}")

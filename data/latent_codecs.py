@@ -1,7 +1,8 @@
-"""Latent codecs: pixels to latents of 16 channels at 1/4 of the frames and 1/8 of each side, and back.
+"""Latent codecs: pixels to latents and back. The built-in one has 16 channels at 1/4 of the frames, 1/8 of each side.
 
-F, H, W are pixel frames, rows and columns; f = (F-1)/4+1, h = H/8, w = W/8 those of the latents. The first latent frame
-holds the first pixel frame alone, every later one four, so a prefix of 4k+1 frames has a prefix of the latents.
+F, H, W are pixel frames, rows and columns; f = (F-1)/4+1, h = H/8, w = W/8 those of the latents, C their channels. The
+first latent frame holds the first pixel frame alone, every later one four, so a prefix of 4k+1 frames has a prefix of
+the latents.
 """
 
 import hashlib
@@ -10,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 from einops import rearrange
+
+from adaptiveload.scheduling.shapes import LatentGeometry
 
 TEMPORAL_STRIDE = 4
 SPATIAL_STRIDE = 8
@@ -20,22 +23,24 @@ class LatentCodec(Protocol):
 
     Attributes:
         name: Stored with every sample.
+        geometry: Channels and strides of the latents, and the patch that models make of them.
         normalization_hash: Changes whenever equal pixels would give other latents.
         settings: What else decides about the latents' values, such as the precision.
     """
 
     name: str
+    geometry: LatentGeometry
     normalization_hash: str
     settings: str
 
     def encode(self, frames: np.ndarray) -> np.ndarray:
-        """uint8 [F, H, W, 3] -> normalised float32 [16, f, h, w]. Raises ValueError unless F = 4k+1, H = 8h, W = 8w."""
+        """uint8 [F, H, W, 3] -> normalised float32 [C, f, h, w]. Raises ValueError if these are not whole."""
 
     def encode_batch(self, clips: Sequence[np.ndarray]) -> list[np.ndarray]:
         """`encode` of clips of one shape."""
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        """float32 [16, f, h, w] -> uint8 [F, H, W, 3]."""
+        """float32 [C, f, h, w] -> uint8 [F, H, W, 3]."""
 
 
 # Kept coefficients as (temporal, vertical, horizontal) frequencies. Channel i of both kinds of latent frame is the same
@@ -71,6 +76,7 @@ class DctCodec:
     """
 
     name = "dct"
+    geometry = LatentGeometry()
     settings = "fp32"
 
     def __init__(self):

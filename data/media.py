@@ -71,6 +71,34 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 @dataclass(frozen=True)
+class _Turn:
+    """One of the eight ways to show a stored picture: axes swapped, then mirrored left to right, top to bottom.
+
+    PyAV tells the rotation of a frame, but neither that it is mirrored nor does it apply any.
+    """
+
+    swaps_axes: bool = False
+    mirrors_columns: bool = False
+    mirrors_rows: bool = False
+
+    @classmethod
+    def of(cls, frame: av.VideoFrame) -> "_Turn":
+        """What the display matrix says: a stored (x, y) is shown at (a x + c y, b x + d y). Nearest right angle."""
+        data = frame.side_data.get("DISPLAYMATRIX")
+        if data is None:
+            return cls()
+        a, b, _, c, d = (int(value) for value in np.frombuffer(data, "=i4")[:5])
+        if abs(a) + abs(d) >= abs(b) + abs(c):
+            return cls(False, a < 0, d < 0)
+        return cls(True, c < 0, b < 0)
+
+    def apply(self, rgb: np.ndarray) -> np.ndarray:
+        """The picture [H, W, 3] as shown."""
+        shown = rgb.swapaxes(0, 1) if self.swaps_axes else rgb
+        return shown[:: -1 if self.mirrors_rows else 1, :: -1 if self.mirrors_columns else 1]
+
+
+@dataclass(frozen=True)
 class Picture:
     """One decoded picture of a clip, still in the decoder's pixel format."""
 
@@ -79,14 +107,25 @@ class Picture:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width after rotation, in square pixels."""
+        """Height and width as shown, in square pixels."""
         height, width = self.frame.height, self._square_width
-        return (width, height) if self.frame.rotation % 180 else (height, width)
+        return (width, height) if self._turn.swaps_axes else (height, width)
 
     def rgb(self) -> np.ndarray:
-        """uint8 [H, W, 3] as a player shows it: rotated by the display matrix, pixels made square."""
-        rgb = self.frame.to_ndarray(format="rgb24", width=self._square_width, height=self.frame.height)
-        return np.rot90(rgb, k=self.frame.rotation // 90 % 4)  # PyAV reports the rotation but does not apply it
+        """uint8 [H, W, 3] as a player shows it: turned and mirrored by the display matrix, pixels made square.
+
+        Transparent parts become white. Range and matrix of the colours are the frame's own.
+        """
+        stored = self.frame.format
+        has_alpha = stored.has_palette or any(component.is_alpha for component in stored.components)
+        rgb = self.frame.to_ndarray(
+            format="rgba" if has_alpha else "rgb24", width=self._square_width, height=self.frame.height
+        )
+        return self._turn.apply(np.asarray(_to_rgb(Image.fromarray(rgb))) if has_alpha else rgb)
+
+    @property
+    def _turn(self) -> "_Turn":
+        return _Turn.of(self.frame)
 
     @property
     def _square_width(self) -> int:

@@ -94,14 +94,17 @@ def prepare(
             an unfinished preparation has other settings or its media have changed; if no input gives a sample.
     """
     config = config or PrepareConfig()
+    assert cuts.geometry == codec.geometry
     output = output.absolute()
     _check_output(output, config.overwrite)
     units = plan_units(inputs, config.items_per_unit, config.media_root)
     work = _Work(output.with_name(f".{output.name}.unfinished"), units, cuts, codec, text_encoder, config)
     work.begin(rank, world_size)
     all_have_begun()
-    for number in _with_progress(range(rank, len(units), world_size), units, rank):
-        work.do(number)
+    mine = [number for number in range(rank, len(units), world_size) if not work.is_done(number)]
+    progress = _Progress([units[number] for number in mine], is_told=rank == 0)
+    for number in mine:
+        work.do(number, progress)
     if rank:
         return None
     work.wait()
@@ -161,13 +164,15 @@ class _Work:
                 "begin anew, or go on with the old settings"
             )
         for number in range(rank, len(self.units), world_size):
-            if self._marker(number).exists():
+            if self.is_done(number):
                 self._check_sources(number)
 
-    def do(self, number: int) -> None:
-        """Prepare one unit, unless it is finished."""
-        if self._marker(number).exists():
-            return
+    def is_done(self, number: int) -> bool:
+        """Whether a unit is finished, by whatever process."""
+        return self._marker(number).exists()
+
+    def do(self, number: int, progress: "_Progress") -> None:
+        """Prepare one unit."""
         prefix = f"shard-{number:06d}"
         for path in self.folder.glob(f"{prefix}-*.tar"):
             path.unlink()  # of a try that was stopped
@@ -179,6 +184,7 @@ class _Work:
             for result in encode_items(items, self.cuts, self.codec, self.config.encode):
                 report.add(result)
                 _write(writer, result, self.cuts.fps)
+                progress.add_item(len(result.samples))
         finally:
             writer.close()
         if report.num_samples:
@@ -190,11 +196,12 @@ class _Work:
         temporary = marker.with_suffix(".tmp")
         temporary.write_text(json.dumps(report.state(), ensure_ascii=False), encoding="utf-8")
         temporary.replace(marker)
+        progress.end_unit()
 
     def wait(self) -> None:
         """Return once all units are finished, by whatever process."""
         told = time.monotonic()
-        while missing := [n for n in range(len(self.units)) if not self._marker(n).exists()]:
+        while missing := [n for n in range(len(self.units)) if not self.is_done(n)]:
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
                 logger.warning("waiting for %d units of other processes, the first is %d", len(missing), missing[0])
@@ -295,18 +302,47 @@ def _merged(indices: list[ShardIndex], root: str) -> ShardIndex:
     return ShardIndex(root, info, *columns)
 
 
-def _with_progress(numbers: Sequence[int], units: list[Unit], rank: int) -> Iterator[int]:
-    """The numbers; on rank 0 says now and then how far it is, how fast, and how long it will take."""
-    begun, told = time.monotonic(), time.monotonic()
-    for done, number in enumerate(numbers):
-        yield number
-        now = time.monotonic()
-        if rank == 0 and now - told > _PROGRESS_S:
-            told = now
-            left_s = (now - begun) / (done + 1) * (len(numbers) - done - 1)
-            items = sum(units[n].num_items or 0 for n in numbers[: done + 1])
-            rate = f", {items / (now - begun):.1f} items/s a process" if items else ""
-            print(f"unit {done + 1} of {len(numbers)}{rate}, about {left_s / 60:.0f} minutes left", flush=True)
+class _Progress:
+    """Says now and then how far this process is, how fast, and how long it will take.
+
+    Args:
+        units: What this process has to do.
+        is_told: Whether it speaks; one process of a launch does.
+    """
+
+    def __init__(self, units: list[Unit], is_told: bool) -> None:
+        self._units, self._is_told = units, is_told
+        self._begun = self._told = time.monotonic()
+        self._num_units = self._num_items = self._num_samples = self._items_of_unit = 0
+
+    def add_item(self, num_samples: int) -> None:
+        """An item of the present unit is done."""
+        self._num_items += 1
+        self._items_of_unit += 1
+        self._num_samples += num_samples
+        if self._is_told and time.monotonic() - self._told > _PROGRESS_S:
+            self._told = time.monotonic()
+            print(self.describe(self._told - self._begun), flush=True)
+
+    def end_unit(self) -> None:
+        """The present unit is done."""
+        self._num_units += 1
+        self._items_of_unit = 0
+
+    def describe(self, seconds: float) -> str:
+        """One line about what was done in so many seconds."""
+        of_unit = self._units[self._num_units].num_items
+        done = self._num_units + (min(self._items_of_unit / of_unit, 1) if of_unit else 0)
+        left_s = seconds * (len(self._units) - done) / done if done else None
+        left = "time left not known yet" if left_s is None else f"about {_duration(left_s)} left"
+        return (
+            f"unit {self._num_units + 1} of {len(self._units)}, {self._num_items} items: "
+            f"{self._num_items / seconds:.1f} items/s, {self._num_samples / seconds:.1f} samples/s a process, {left}"
+        )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 def _check_output(output: Path, overwrite: bool) -> None:

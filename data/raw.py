@@ -137,6 +137,8 @@ def plan_units(inputs: Sequence[str | Path], items_per_unit: int = 256, media_ro
     for given in inputs:
         for text in braceexpand(str(given)) if "{" in str(given) else [str(given)]:
             is_remote = text.startswith("pipe:") or is_url(text)
+            if is_url(text) and Path(text).suffix in MANIFEST_SUFFIXES:
+                raise ValueError(f"manifest {text} must be a local file (its media may be URLs); download it first")
             if is_remote:
                 units.append(_shard_unit(text, text))
             elif (folder := _named_folder(text)) is not None:

@@ -1,6 +1,7 @@
 """Writing a dataset: samples to shards, then the index."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class DatasetWriter:
             "normalization_hash": codec.normalization_hash,
             "text_encoder": text_encoder.name,
             "format_version": FORMAT_VERSION,
+            "geometry": asdict(codec.geometry),
         }
         self._writer = webdataset.ShardWriter(
             f"{root}/{prefix}-%06d.tar", maxcount=samples_per_shard, maxsize=1e9, verbose=0, mtime=0

@@ -161,7 +161,13 @@ def peek_normalization(urls: Sequence[str]) -> str:
 
 
 def read_stream(
-    urls: Sequence[str], first: int, count: int, progress: Progress, text_dim: int, expected_hash: str
+    urls: Sequence[str],
+    first: int,
+    count: int,
+    progress: Progress,
+    text_dim: int,
+    expected_hash: str,
+    geometry: LatentGeometry,
 ) -> Iterator[tuple[StreamPlace, Shape, Sample] | StreamLoss | ShardEnd]:
     """Samples of shards in order, without those that `progress` has done.
 
@@ -172,8 +178,8 @@ def read_stream(
         progress: Done in an earlier try.
         text_dim: Length of one text embedding.
         expected_hash: Normalisation of the latents.
+        geometry: Of the latents.
     """
-    geometry = LatentGeometry()
     for url in urls:
         name = url.rpartition("/")[2]
         if progress.is_finished(name):
@@ -194,7 +200,9 @@ def read_stream(
                     try:
                         meta, lengths = _meta(found.data)
                         shape = Shape(meta["frames"], meta["height"], meta["width"])
-                        info = DatasetInfo(meta["codec"], expected_hash, meta["text_encoder"], text_dim, 0, {})
+                        info = DatasetInfo(
+                            meta["codec"], expected_hash, meta["text_encoder"], text_dim, 0, {}, geometry=geometry
+                        )
                         geometry.check(shape)
                         yield place, shape, parse_sample(found.key, found.data, info, shape, lengths)
                     except KeyError as error:

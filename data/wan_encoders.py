@@ -1,4 +1,7 @@
-"""Wan 2.1's own VAE and text encoder, from local folders in diffusers' layout."""
+"""Wan's own VAEs and text encoder, from local folders in diffusers' layout.
+
+Wan 2.1 and 2.2 A14B have latents of 16 channels for 8x8 pixels, Wan 2.2 TI2V of 48 channels for 16x16.
+"""
 
 import hashlib
 import html
@@ -9,7 +12,6 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from adaptiveload.data.latent_codecs import SPATIAL_STRIDE, TEMPORAL_STRIDE
 from adaptiveload.scheduling.shapes import LatentGeometry
 
 
@@ -22,7 +24,7 @@ class WanVaeCodec:
         precision: "fp32", or "bf16", which takes half the memory and moves latents by about 1 %.
 
     Raises:
-        ValueError: If the folder is absent, or its latents have not the 16 channels of Wan 2.1.
+        ValueError: If the folder is absent, or its constants are not one for each latent channel.
     """
 
     name = "wan_vae"
@@ -37,9 +39,13 @@ class WanVaeCodec:
         self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         weights = _digest(self._vae.state_dict())
         self._vae.to(device, self._dtype).eval()
-        config, channels = self._vae.config, LatentGeometry().channels
-        if not config.z_dim == len(config.latents_mean) == len(config.latents_std) == channels:
-            raise ValueError(f"VAE in {vae_dir} has {config.z_dim} latent channels, expected {channels}")
+        config = self._vae.config
+        if not config.z_dim == len(config.latents_mean) == len(config.latents_std):
+            raise ValueError(
+                f"VAE in {vae_dir}: {config.z_dim} latent channels, but {len(config.latents_mean)} means and "
+                f"{len(config.latents_std)} standard deviations (latents_mean, latents_std in config.json)"
+            )
+        self.geometry = LatentGeometry(config.z_dim, config.scale_factor_temporal, config.scale_factor_spatial)
         constants = np.array([config.latents_mean, config.latents_std], dtype=np.float32)
         self.normalization_hash = hashlib.blake2b(
             self.name.encode() + constants.tobytes() + weights, digest_size=8
@@ -49,23 +55,26 @@ class WanVaeCodec:
 
     @torch.no_grad()
     def encode(self, frames: np.ndarray) -> np.ndarray:
-        """uint8 [F, H, W, 3] -> float32 [16, f, h, w]. Raises ValueError unless F = 4k+1 and H, W divide by 8."""
+        """uint8 [F, H, W, 3] -> float32 [C, f, h, w]. Raises ValueError if the strides leave something over."""
         return self.encode_batch([frames])[0]
 
     @torch.no_grad()
     def encode_batch(self, clips: Sequence[np.ndarray]) -> list[np.ndarray]:
         """`encode` of clips of one shape, at once."""
         count, height, width, _ = clips[0].shape
-        if (count - 1) % TEMPORAL_STRIDE or height % SPATIAL_STRIDE or width % SPATIAL_STRIDE:
+        time, space = self.geometry.temporal_stride, self.geometry.spatial_stride
+        if (count - 1) % time or height % space or width % space:
             # The VAE itself drops odd frames without a word.
-            raise ValueError(f"frames {count}x{height}x{width} must be 4k+1 frames with sides that are multiples of 8")
+            raise ValueError(
+                f"frames {count}x{height}x{width} must be {time}k+1 frames with sides that are multiples of {space}"
+            )
         pixels = rearrange(torch.from_numpy(np.stack(clips)).to(self._device), "b f y x c -> b c f y x")
         latents = self._vae.encode((pixels.float() / 127.5 - 1).to(self._dtype)).latent_dist.mode().float()
         return list(((latents - self._mean) / self._std).cpu().numpy())
 
     @torch.no_grad()
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        """float32 [16, f, h, w] -> uint8 [F, H, W, 3]."""
+        """float32 [C, f, h, w] -> uint8 [F, H, W, 3]."""
         scaled = torch.from_numpy(latents).to(self._device) * self._std + self._mean
         pixels = rearrange(self._vae.decode(scaled[None].to(self._dtype)).sample[0].float(), "c f y x -> f y x c")
         return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu().numpy()

@@ -4,7 +4,7 @@ The one place that knows the VAE's strides and the patch size; `data` and `model
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
@@ -41,6 +41,11 @@ class LatentGeometry:
     temporal_stride: int = 4
     spatial_stride: int = 8
     patch: tuple[int, int, int] = (1, 2, 2)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "LatentGeometry":
+        """What `dataclasses.asdict` became in JSON. Raises KeyError or TypeError if it is something else."""
+        return cls(**{**values, "patch": tuple(values["patch"])})
 
     @property
     def pixel_multiple(self) -> tuple[int, int]:

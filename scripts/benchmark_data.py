@@ -7,6 +7,7 @@ python -m scripts.benchmark_data reading --folder /tmp/bench samples/s and MB/s 
 import argparse
 import os
 import pickle
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +110,7 @@ class _Memory:
         return memory_mib()
 
 
-def benchmark_reading(folder: Path, num_samples: int) -> None:
+def benchmark_reading(folder: Path, num_samples: int, rounds: int) -> None:
     """One worker reading 1 MB samples in the training order, against raw sequential reading of the same shards."""
     from adaptiveload.data.corpus import SourceConfig, open_corpus
     from adaptiveload.data.latent_codecs import DctCodec
@@ -159,23 +160,25 @@ def benchmark_reading(folder: Path, num_samples: int) -> None:
         "through one worker: read, parsed": lambda: through_worker(parsed, places),
         "through one worker: the micro-batch": lambda: through_worker(dataset, planned),
     }
-    print(f"{total_mb:,.0f} MB in {len(shards)} shards, {len(places)} samples")
+    print(f"{total_mb:,.0f} MB in {len(shards)} shards, {len(places)} samples; medians of {rounds} rounds")
     for state in ("cold", "warm"):
-        raw_seconds = 0.0
-        for name, stage in stages.items():
-            if state == "cold":
-                _forget(shards)
-            items = stage()
-            if name.startswith("through"):
-                next(items)  # starting a worker takes a second
-            start = time.perf_counter()
-            for _ in items:
-                pass
-            seconds = time.perf_counter() - start
-            raw_seconds = raw_seconds or seconds
+        seconds: dict[str, list[float]] = {name: [] for name in stages}
+        for _ in range(rounds):  # side by side, because other jobs of the machine come and go
+            for name, stage in stages.items():
+                if state == "cold":
+                    _forget(shards)
+                items = stage()
+                if name.startswith("through"):
+                    next(items)  # starting a worker takes a second
+                start = time.perf_counter()
+                for _ in items:
+                    pass
+                seconds[name].append(time.perf_counter() - start)
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        for name, median in medians.items():
             print(
-                f"{state} {name:<38} {total_mb / seconds:>7,.0f} MB/s {len(places) / seconds:>7,.0f} samples/s "
-                f"{raw_seconds / seconds:>6.0%} of raw"
+                f"{state} {name:<38} {total_mb / median:>7,.0f} MB/s {len(places) / median:>7,.0f} samples/s "
+                f"{medians[next(iter(stages))] / median:>6.0%} of raw"
             )
 
 
@@ -206,13 +209,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64, help="ranks to plan for (default 64)")
     parser.add_argument("--folder", type=Path, help="where shards are written and kept, for reading")
     parser.add_argument("--num-samples", type=int, default=1024, help="samples of about 1 MB (default 1024)")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each reading is measured (default 5)")
     args = parser.parse_args()
     if args.what == "index":
         benchmark_index(args.rows, args.ranks)
     elif args.folder is None:
         parser.error("reading needs --folder")
     else:
-        benchmark_reading(args.folder, args.num_samples)
+        benchmark_reading(args.folder, args.num_samples, args.rounds)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     from adaptiveload.data.cuts import CutConfig
     from adaptiveload.data.encode import EncodeConfig
     from adaptiveload.data.prepare import PrepareConfig, prepare
-    from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+    from adaptiveload.scheduling.shapes import Shape
     from adaptiveload.training.figures import shape_mix_figure
 
     start = time.perf_counter()
@@ -123,16 +123,16 @@ def main(argv: list[str] | None = None) -> None:
             args.config = DEFAULT_CONFIG
             if rank == 0:
                 print(f"neither --config nor --shapes: cutting to the small shapes of {DEFAULT_CONFIG}")
-        cuts = CutConfig.load(args.config, args.shapes)
+        cuts = CutConfig.load(args.config, args.shapes, codec.geometry)
         begun = join_launch() if world_size > 1 else lambda: None
         ranks = {"rank": rank, "world_size": max(world_size, 1), "all_have_begun": begun}
         done = prepare(args.input, args.output, cuts, codec, text_encoder, config, **ranks)
     except ValueError as error:
         sys.exit(f"error: {error}")
     if done is not None:
-        summary = done[1]
+        index, summary = done
         counts = {Shape(*map(int, shape.split("x"))): count for shape, count in summary["buckets"].items()}
-        shape_mix_figure(counts, LatentGeometry()).savefig(args.output / "buckets.png", dpi=110)
+        shape_mix_figure(counts, index.info.geometry).savefig(args.output / "buckets.png", dpi=110)
         print_summary(summary, args.output, time.perf_counter() - start)
 
 

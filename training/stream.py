@@ -149,8 +149,8 @@ class StreamDataset(IterableDataset[StreamItem | StreamLoss | ShardEnd]):
         self.schedule, self.geometry, self.objective, self.seed = schedule, geometry, objective, seed
 
     def __iter__(self) -> Iterator[StreamItem | StreamLoss | ShardEnd]:
-        text_dim = self.null_text.shape[1]
-        for found in read_stream(self.urls, *self.share, self.progress, text_dim, self.normalization_hash):
+        known = (self.null_text.shape[1], self.normalization_hash, self.geometry)
+        for found in read_stream(self.urls, *self.share, self.progress, *known):
             if not isinstance(found, tuple):
                 yield found
                 continue

@@ -65,3 +65,28 @@ def write_tar(path, members):
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     return Path(path)
+
+
+# What a player does with a stored picture: as display matrix (a, b, c, d) of x' = a x + c y, y' = b x + d y, as EXIF
+# orientation, and as a function.
+TURNS = {
+    "upright": ((1, 0, 0, 1), 1, lambda rgb: rgb),
+    "mirrored": ((-1, 0, 0, 1), 2, lambda rgb: rgb[:, ::-1]),
+    "turned 180": ((-1, 0, 0, -1), 3, lambda rgb: rgb[::-1, ::-1]),
+    "upside down": ((1, 0, 0, -1), 4, lambda rgb: rgb[::-1]),
+    "transposed": ((0, 1, 1, 0), 5, lambda rgb: rgb.swapaxes(0, 1)),
+    "turned right": ((0, 1, -1, 0), 6, lambda rgb: rgb.swapaxes(0, 1)[:, ::-1]),
+    "transposed, turned 180": ((0, -1, -1, 0), 7, lambda rgb: rgb[::-1, ::-1].swapaxes(0, 1)),
+    "turned left": ((0, -1, 1, 0), 8, lambda rgb: rgb.swapaxes(0, 1)[::-1]),
+}
+
+
+def set_display_matrix(path, matrix, height, width):
+    """Write `matrix` = (a, b, c, d) of `TURNS` into the track header of an mp4 of height x width."""
+    a, b, c, d = matrix
+    x, y = width * (a < 0) + height * (c < 0), width * (b < 0) + height * (d < 0)
+    data = bytearray(path.read_bytes())
+    offset = find_box(data, "moov/trak/tkhd")[0] + 48
+    data[offset : offset + 36] = struct.pack(">9i", *(n << 16 for n in (a, b, 0, c, d, 0, x, y)), 1 << 30)
+    path.write_bytes(data)
+    return path

@@ -27,7 +27,16 @@ from adaptiveload.data.prepare import PrepareConfig, prepare
 from adaptiveload.data.reader import SampleReader
 from adaptiveload.data.text import HashTextEncoder
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
-from tests.data.media_files import find_box, grey, level, picture_bytes, write_clip, write_tar
+from tests.data.media_files import (
+    TURNS,
+    find_box,
+    grey,
+    level,
+    picture_bytes,
+    set_display_matrix,
+    write_clip,
+    write_tar,
+)
 
 
 class Prepared:
@@ -94,34 +103,29 @@ def test_c01_variable_frame_rate_at_a_bucket_edge(media, tmp_path):
     assert abs(found[-1] - expected[usable - 1]) <= 1
 
 
-CORNERS = {"tl": (200, 30, 30), "tr": (30, 200, 30), "bl": (30, 30, 200), "br": (220, 220, 220)}
+CORNERS = (200, 30, 30), (30, 200, 30), (30, 30, 200), (220, 220, 220)
 
 
-def test_c03_phone_clips_are_upright_in_their_upright_bucket(media, tmp_path):
+def test_c03_phone_clips_and_pictures_are_upright_in_their_upright_bucket(media, tmp_path):
+    """Rotated, and the mirrored kinds beside them: display matrices of clips, EXIF of pictures."""
     rgb = np.zeros((48, 80, 3), np.uint8)
-    rgb[:24, :40], rgb[:24, 40:], rgb[24:, :40], rgb[24:, 40:] = CORNERS.values()
-    matrices = {90: (0, 1, 0, -1, 48, 0), 180: (-1, 0, 0, 0, 80, 48), 270: (0, -1, 0, 1, 0, 80)}
-    for degrees, (a, b, _, c, x, y) in matrices.items():
-        path = write_clip(media / f"rot{degrees}.mp4", [rgb] * 5)
-        d = -1 if degrees == 180 else 0
-        values = (a, b, 0, c if degrees != 180 else 0, d, 0)
-        data = bytearray(path.read_bytes())
-        at = find_box(data, "moov/trak/tkhd")[0] + 48
-        fixed = (*(value << 16 for value in values), x << 16, y << 16, 1 << 30)
-        data[at : at + 36] = struct.pack(">9i", *fixed)
-        path.write_bytes(data)
-    shapes = (Shape(5, 48, 80), Shape(5, 80, 48))
+    rgb[:24, :40], rgb[:24, 40:], rgb[24:, :40], rgb[24:, 40:] = CORNERS
+    for matrix, orientation, _ in TURNS.values():
+        set_display_matrix(write_clip(media / f"clip{orientation}.mp4", [rgb] * 5), matrix, 48, 80)
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(rgb).save(media / f"picture{orientation}.png", exif=exif)
+    shapes = tuple(Shape(frames, *size) for frames in (1, 5) for size in ((48, 80), (80, 48)))
     prepared = Prepared([with_captions(media)], tmp_path / "out", shapes=shapes, max_crop=0.1)
-    assert prepared.report["buckets"] == {"5x48x80": 1, "5x80x48": 2}
-    turns = {"rot90.mp4": ("bl", "tl", "br", "tr"), "rot180.mp4": ("br", "bl", "tr", "tl")}
-    turns["rot270.mp4"] = ("tr", "br", "tl", "bl")
-    for source, corners in turns.items():
-        (frames,) = prepared.of(source)
-        height, width = frames.shape[1:3]
-        found = [frames[2][y, x] for y in (8, height - 9) for x in (8, width - 9)]
-        for colour, corner in zip(found, corners, strict=True):
-            # Coefficients of one block of flat colour, behind H.264 in yuv420p.
-            assert np.abs(colour.astype(int) - CORNERS[corner]).max() < 20
+    assert prepared.report["buckets"] == {str(shape): 4 for shape in sorted(shapes)}
+    for _, orientation, turned in TURNS.values():
+        for source in (f"clip{orientation}.mp4", f"picture{orientation}.png"):
+            (frames,) = prepared.of(source)
+            expected = turned(rgb)
+            assert frames.shape[1:] == expected.shape
+            for y, x in ((8, 8), (8, -9), (-9, 8), (-9, -9)):
+                # Coefficients of one block of flat colour, behind H.264 in yuv420p.
+                assert np.abs(frames[-1][y, x].astype(int) - expected[y, x]).max() < 20
 
 
 def test_c04_headers_that_promise_more_than_there_is(media, tmp_path):

@@ -1,7 +1,9 @@
+from pathlib import Path
+
 import pytest
 
 from adaptiveload.data.cuts import CutConfig, plan_cuts
-from adaptiveload.scheduling.shapes import Shape
+from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
 
 def config(*shapes, **changes):
@@ -35,6 +37,37 @@ def test_start_times_are_spread_and_at_least_half_a_sample_apart():
     assert [cut.start for cut in cuts] == [0, 9]
     cuts, _ = plan_cuts("clip.mp4", True, 17, 96, 128, config((17, 48, 64), clips_per_shape=4))
     assert [cut.start for cut in cuts] == [0]
+
+
+def test_the_configurations_that_come_along():
+    folder = Path(__file__).parents[2] / "configs" / "data"
+    found = {path.stem: path for path in folder.glob("*.yaml")}
+    assert found.keys() == {"quickstart", "wan_480p", "wan2_2_ti2v"}
+    for name, geometry, known in (
+        ("quickstart", None, Shape(17, 64, 96)),
+        ("wan_480p", None, Shape(81, 480, 832)),
+        ("wan2_2_ti2v", LatentGeometry(48, spatial_stride=16), Shape(121, 704, 1280)),
+    ):
+        rules = CutConfig.load(found[name], geometry=geometry)
+        assert known in [shape for group in rules.groups for shape in group]
+
+
+@pytest.mark.parametrize(
+    ("selection", "starts"),
+    [("start", [0]), ("middle", [41]), ("sliding", [0, 17, 34, 51, 68]), ("spread", [0, 41, 83])],
+)
+def test_where_samples_begin(selection, starts):
+    rules = config((17, 48, 64), clips_per_shape=3, selection=selection)
+    cuts, _ = plan_cuts("clip.mp4", True, 100, 96, 128, rules)
+    assert [cut.start for cut in cuts] == starts
+
+
+def test_random_starts_are_the_same_each_time_and_never_twice():
+    rules = config((17, 48, 64), clips_per_shape=3, selection="random")
+    starts = {f"{i}.mp4": [cut.start for cut in plan_cuts(f"{i}.mp4", True, 24, 96, 128, rules)[0]] for i in range(50)}
+    assert starts["7.mp4"] == [cut.start for cut in plan_cuts("7.mp4", True, 24, 96, 128, rules)[0]]
+    assert all(len(set(found)) == 3 and found == sorted(found) for found in starts.values())
+    assert {start for found in starts.values() for start in found} == set(range(8))  # all that fit
 
 
 def test_crops_have_the_shape_of_the_target_and_stay_inside():

@@ -90,6 +90,8 @@ def test_a_manifest_without_its_columns_is_refused(tmp_path):
     path = write(tmp_path / "a.csv", [{"name": "a.mp4", "text": "x"}])
     with pytest.raises(ValueError, match=r"needs `caption` and one of path.*it has \['name', 'text'\]"):
         plan_units([path])
+    with pytest.raises(ValueError, match=r"s3://bucket/a\.csv must be a local file"):
+        plan_units(["s3://bucket/a.csv"])
     (tmp_path / "b.parquet").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="cannot be read"):
         plan_units([tmp_path / "b.parquet"])

@@ -10,7 +10,7 @@ from PIL import Image
 
 from adaptiveload.data.media import MediaError, iter_frames, probe_video, read_picture
 from adaptiveload.data.video import write_mp4
-from tests.data.media_files import find_box, grey, level, write_clip
+from tests.data.media_files import TURNS, find_box, grey, level, set_display_matrix, write_clip
 
 CORNERS = {"tl": (200, 30, 30), "tr": (30, 200, 30), "bl": (30, 30, 200), "br": (220, 220, 220)}
 
@@ -49,31 +49,68 @@ def test_time_stamps_rounded_to_milliseconds_do_not_shift_frames(tmp_path):
     assert levels(path) == list(range(17))
 
 
-@pytest.mark.parametrize(
-    ("matrix", "upright"),
-    [
-        ((0, 1, -1, 0, 48, 0), {"tl": "bl", "tr": "tl", "bl": "br", "br": "tr"}),
-        ((-1, 0, 0, -1, 80, 48), {"tl": "br", "tr": "bl", "bl": "tr", "br": "tl"}),
-        ((0, -1, 1, 0, 0, 80), {"tl": "tr", "tr": "br", "bl": "tl", "br": "bl"}),
-    ],
-    ids=["90", "180", "270"],
-)
-def test_rotation_of_the_track_header_is_applied(tmp_path, matrix, upright):
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_clip_is_turned_and_mirrored_as_its_track_header_says(tmp_path, turn):
+    matrix, _, expected = TURNS[turn]
     path = write_clip(tmp_path / "phone.mp4", [quadrants(48, 80)] * 5)
-    data = bytearray(path.read_bytes())
-    a, b, c, d, x, y = matrix
-    offset = find_box(data, "moov/trak/tkhd")[0] + 48
-    data[offset : offset + 36] = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, x << 16, y << 16, 1 << 30)
-    path.write_bytes(data)
-    expected_size = (48, 80) if a else (80, 48)
+    set_display_matrix(path, matrix, 48, 80)
+    expected = expected(quadrants(48, 80))
     info = probe_video(path, 16)
-    assert (info.height, info.width) == expected_size
+    assert (info.height, info.width) == expected.shape[:2]
     rgb = next(iter_frames(path, 16))[1].rgb()
-    assert rgb.shape == (*expected_size, 3)
-    places = {"tl": (4, 4), "tr": (4, -5), "bl": (-5, 4), "br": (-5, -5)}
-    for corner, stored in upright.items():
+    assert rgb.shape == expected.shape
+    for corner in ((4, 4), (4, -5), (-5, 4), (-5, -5)):
         # H.264 in yuv420p moves a flat colour by a few levels.
-        assert np.abs(rgb[places[corner]].astype(int) - CORNERS[stored]).max() < 12
+        assert np.abs(rgb[corner].astype(int) - expected[corner]).max() < 12
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "tiff", "webp"])
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_picture_is_turned_and_mirrored_as_its_exif_says(tmp_path, turn, kind):
+    _, orientation, expected = TURNS[turn]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if kind == "webp" else {"subsampling": 0, "quality": 98} if kind == "jpeg" else {}
+    Image.fromarray(quadrants(32, 64)).save(tmp_path / f"phone.{kind}", exif=exif, **options)
+    rgb = read_picture(tmp_path / f"phone.{kind}")
+    # Blocks of JPEG have one colour each here; its rounding remains.
+    np.testing.assert_allclose(rgb, expected(quadrants(32, 64)), atol=4 if kind == "jpeg" else 0)
+
+
+@pytest.mark.parametrize("color_range", [1, 2], ids=["limited", "full"])
+@pytest.mark.parametrize("matrix", [5, 1, 9], ids=["BT.601", "BT.709", "BT.2020"])
+def test_colours_are_of_the_range_and_matrix_that_the_clip_says(tmp_path, matrix, color_range):
+    colours = [(200, 30, 30), (30, 200, 30), (30, 30, 200), (250, 250, 250), (6, 6, 6), (255, 255, 0)]
+    strip = np.concatenate([np.full((64, 32, 3), colour, np.uint8) for colour in colours], 1)
+    path, pixels = tmp_path / "clip.mp4", "yuv444p10le" if matrix == 9 else "yuv444p"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=16)
+        stream.height, stream.width, stream.pix_fmt = *strip.shape[:2], pixels
+        stream.options = {"crf": "1"}
+        stream.codec_context.colorspace, stream.codec_context.color_range = matrix, color_range
+        frame = av.VideoFrame.from_ndarray(strip, format="rgb24")
+        frame = frame.reformat(format=pixels, dst_colorspace=matrix, dst_color_range=color_range)
+        frame.colorspace, frame.color_range, frame.pts = matrix, color_range, 0
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    rgb = next(iter_frames(path, 16))[1].rgb()
+    # Flat colours at the best quality: rounding. Read with another matrix or range they are off by 5 to 20.
+    assert np.abs(rgb[32, 16::32].astype(int) - colours).max() <= 2
+
+
+@pytest.mark.parametrize("kind", ["bgra", "yuva420p"])
+def test_transparent_parts_of_clips_become_white(tmp_path, kind):
+    rgba = np.zeros((32, 64, 4), np.uint8)
+    rgba[..., :3], rgba[:, :32, 3] = (200, 30, 30), 255
+    with av.open(str(tmp_path / "clip.mkv"), "w") as container:
+        stream = container.add_stream("ffv1", rate=16)
+        stream.height, stream.width, stream.pix_fmt = 32, 64, kind
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format=kind)))
+        container.mux(stream.encode(None))
+    rgb = next(iter_frames(tmp_path / "clip.mkv", 16))[1].rgb()
+    # Rounding of YUV.
+    assert np.abs(rgb[16, 8].astype(int) - (200, 30, 30)).max() <= 3
+    assert np.abs(rgb[16, 56].astype(int) - 255).max() <= 1
 
 
 def test_pixels_that_are_not_square_are_stretched(tmp_path):
@@ -159,13 +196,7 @@ def test_cmyk_and_grey_jpeg(tmp_path):
     assert read_picture(tmp_path / "grey.jpg").shape == (32, 192, 3)
 
 
-def test_exif_orientation_and_transparency(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
-    Image.fromarray(quadrants(32, 64)).save(tmp_path / "phone.png", exif=exif)
-    rgb = read_picture(tmp_path / "phone.png")
-    assert rgb.shape == (64, 32, 3)
-    assert tuple(rgb[2, 2]) == CORNERS["bl"]
+def test_transparent_parts_become_white(tmp_path):
     rgba = np.zeros((8, 8, 4), np.uint8)
     rgba[:, :4] = (10, 20, 30, 255)
     Image.fromarray(rgba).save(tmp_path / "clear.png")

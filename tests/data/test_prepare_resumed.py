@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 from adaptiveload.data.cuts import CutConfig
 from adaptiveload.data.index import ShardIndex
 from adaptiveload.data.latent_codecs import DctCodec
-from adaptiveload.data.prepare import PrepareConfig, prepare
+from adaptiveload.data.prepare import PrepareConfig, _Progress, prepare
+from adaptiveload.data.raw import Unit, plan_units
 from adaptiveload.data.reader import SampleReader
 from adaptiveload.data.text import HashTextEncoder
 from adaptiveload.scheduling.shapes import Shape
@@ -120,6 +122,31 @@ def test_going_on_with_other_settings_or_inputs_is_refused(media, tmp_path):
     run([copy], tmp_path / "out")
     run([copy], tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_progress_tells_speed_and_time_left_of_what_is_still_to_do(media, tmp_path, monkeypatch, capsys):
+    stop_in_the_middle([media], tmp_path / "out")
+    units = len(plan_units([media], CONFIG.items_per_unit))
+    finished = len(list((tmp_path / ".out.unfinished" / ".units").glob("*.json")))
+    assert 0 < finished < units
+    monkeypatch.setattr("adaptiveload.data.prepare._PROGRESS_S", 0.0)
+    run([media], tmp_path / "out")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(unit.num_items for unit in plan_units([media], CONFIG.items_per_unit)[finished:])
+    assert lines[0].startswith(f"unit 1 of {units - finished}, 1 items: ")
+    assert all(re.search(r"\d items/s, [\d.]+ samples/s a process, about [\d.]+ minutes left$", line) for line in lines)
+    progress = _Progress([Unit("a", "", list, 4), Unit("b", "", list), Unit("c", "", list)], is_told=True)
+    progress.add_item(3)
+    assert "1 items: 0.1 items/s, 0.3 samples/s a process, about 2 minutes left" in progress.describe(10)
+    for _ in range(3):
+        progress.add_item(3)
+    progress.end_unit()
+    progress.add_item(3)  # how many items are in a shard is not known
+    assert progress.describe(3600).startswith("unit 2 of 3, 5 items: ")
+    assert progress.describe(3600).endswith("about 2.0 hours left")
+    unknown = _Progress([Unit("b", "", list)], is_told=True)
+    unknown.add_item(1)
+    assert unknown.describe(10).endswith("time left not known yet")
 
 
 def test_media_that_changed_since_a_finished_unit_are_refused_by_name(media, tmp_path):

@@ -148,10 +148,14 @@ def test_any_float_type_reads_as_float32(tmp_path, dtype):
     np.testing.assert_array_equal(sample.latents, (0.1 * ONES.to(dtype)).float().numpy())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["latents", "text"])
-def test_numbers_that_are_not_finite_are_refused(tmp_path, bad, where):
-    latents, text = ONES.clone(), TEXT.clone()
+def test_numbers_that_are_not_finite_are_refused(tmp_path, bad, where, dtype):
+    latents, text = ONES.to(dtype, copy=True), TEXT.to(dtype, copy=True)
+    limits = torch.finfo(dtype)  # these are not refused
+    latents.view(-1)[:4] = torch.tensor([limits.max, limits.min, limits.smallest_normal, 0], dtype=dtype)
+    read_row(write_one(tmp_path, latents, text, {}), 0)
     (latents if where == "latents" else text).view(-1)[5] = bad
     with pytest.raises(SampleError, match="NaN or infinity"):
         read_row(write_one(tmp_path, latents, text, {}), 0)

@@ -201,7 +201,7 @@ def test_remote_shards_are_indexed_and_streamed(url: str, dataset: Path) -> None
         assert index.fingerprint == ShardIndex.read(dataset).fingerprint
     urls, _ = find_shards(path)
     assert len(urls) == 3
-    found = list(read_stream(urls, 0, 1, Progress(), 16, peek_normalization(urls)))
+    found = list(read_stream(urls, 0, 1, Progress(), 16, peek_normalization(urls), LatentGeometry()))
     assert not [entry for entry in found if isinstance(entry, StreamLoss)]
     assert [entry.total for entry in found if isinstance(entry, ShardEnd)] == [25, 25, 10]
     assert len([entry for entry in found if isinstance(entry, tuple)]) == 60

@@ -5,7 +5,17 @@ import numpy as np
 import pytest
 import torch
 
+from adaptiveload.data.corpus import SourceConfig, open_corpus
+from adaptiveload.data.index import ShardIndex
+from adaptiveload.data.indexer import index_shards
+from adaptiveload.data.media import iter_frames
+from adaptiveload.data.stream import Progress, read_stream
 from adaptiveload.data.wan_encoders import Umt5TextEncoder, WanVaeCodec
+from adaptiveload.models.flow_matching import FlowMatchingConfig
+from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+from adaptiveload.training.feed import MicroBatchDataset, PlannedSample
+from scripts import prepare
+from tests.data.media_files import grey, write_clip
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +52,69 @@ def test_latents_are_the_normalised_mean_of_the_posterior(vae_dir):
     assert decoded.shape == frames.shape
     # Rounding to bytes, and to the neighbour where float32 falls on the edge.
     assert np.abs(decoded.astype(float) - (pixels + 1) * 127.5).max() < 0.51
+
+
+@pytest.fixture(scope="module")
+def vae_2_2_dir(tmp_path_factory):
+    """As Wan 2.2 TI2V's: 48 channels of 16x16 pixels."""
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    blocks = {"base_dim": 4, "decoder_base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    patches = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
+    means, stds = np.linspace(-1, 1, 48).tolist(), np.linspace(0.5, 2, 48).tolist()
+    vae = AutoencoderKLWan(z_dim=48, latents_mean=means, latents_std=stds, **blocks, **patches)
+    folder = tmp_path_factory.mktemp("vae_2_2")
+    vae.save_pretrained(folder)
+    return folder
+
+
+def test_wan_2_2_latents_from_media_to_a_batch(vae_2_2_dir, tmp_path):
+    """Prepared, indexed again, packed, and streamed: tokens of 32x32 pixels, 192 numbers each."""
+    media = tmp_path / "media"
+    media.mkdir()
+    for name in ("a", "b"):
+        write_clip(media / f"{name}.mp4", (grey(i, 64, 96) for i in range(5))).with_suffix(".txt").write_text(name)
+    arguments = ["--input", str(media), "--output", str(tmp_path / "out"), "--codec", "wan_vae"]
+    arguments += ["--vae-dir", str(vae_2_2_dir)]
+    with pytest.raises(SystemExit, match="height 48 is not a multiple of 32"):
+        prepare.main([*arguments, "--shapes", "5,48,96"])
+    prepare.main([*arguments, "--shapes", "5,64,96"])
+    geometry = LatentGeometry(48, spatial_stride=16)
+    index = ShardIndex.read(tmp_path / "out")
+    assert index.info.geometry == geometry
+    assert [index.shape(i) for i in range(2)] == [Shape(5, 64, 96)] * 2
+    again, problems = index_shards(str(tmp_path / "out"))
+    assert problems == []
+    assert again.fingerprint == index.fingerprint
+    corpus = open_corpus([SourceConfig(str(tmp_path / "out"))], geometry)
+    assert corpus.table.num_tokens.tolist() == [2 * 2 * 3] * 2
+    dataset = MicroBatchDataset(corpus.reader(), geometry, Shape(5, 64, 96), FlowMatchingConfig(), 0)
+    batch = dataset[tuple(PlannedSample(i, corpus.place(i), 0, 0) for i in range(2))]
+    assert batch.lost == []
+    assert batch.packed.latents.shape == (24, 192)
+    frames = np.stack([picture.rgb() for _, picture in iter_frames(media / "a.mp4", 16)])
+    expected = WanVaeCodec(vae_2_2_dir).encode(frames)
+    sample = corpus.reader().read(corpus.place(0))
+    assert sample.latents.shape == (48, 2, 4, 6)
+    # Stored as fp16; float32 sums of a batch of two have another order.
+    np.testing.assert_allclose(sample.latents, expected, atol=2e-3, rtol=2e-3)
+    urls = [str(path) for path in (tmp_path / "out").glob("*.tar")]
+    known = (corpus.info.text_dim, corpus.info.normalization_hash, geometry)
+    streamed = [found for found in read_stream(urls, 0, 1, Progress(), *known) if isinstance(found, tuple)]
+    assert [shape for _, shape, _ in streamed] == [Shape(5, 64, 96)] * 2
+
+
+def test_bf16_is_near_and_is_another_setting_of_the_same_latents(vae_dir):
+    exact, rounded = WanVaeCodec(vae_dir), WanVaeCodec(vae_dir, precision="bf16")
+    clips = list(np.random.default_rng(2).integers(0, 256, (3, 5, 16, 16, 3), np.uint8))
+    for latents, expected in zip(rounded.encode_batch(clips), exact.encode_batch(clips), strict=True):
+        assert latents.dtype == np.float32
+        # Eight bits of mantissa through some twenty layers.
+        assert np.linalg.norm(latents - expected) < 0.03 * np.linalg.norm(expected)
+        assert not np.array_equal(latents, expected)
+    assert rounded.settings != exact.settings
+    assert rounded.normalization_hash == exact.normalization_hash
 
 
 def test_a_prefix_of_the_frames_has_a_prefix_of_the_latents(vae_dir):

@@ -12,7 +12,8 @@ import psutil
 import pytest
 import torch
 
-from adaptiveload.training.workers import Loaded, explain_worker_failure
+from adaptiveload.training import handover
+from adaptiveload.training.workers import TAKEN_OVER, Loaded, explain_worker_failure
 from tests.launching import ROOT, data_workers, environment
 
 PROGRAM = """
@@ -100,18 +101,38 @@ class _Tensors:
 
 
 def test_tensors_arrive_as_they_were_sent() -> None:
-    """Large ones in shared memory, small ones with the message."""
     loaded = Loaded(_Tensors(), range(4), num_workers=2, prefetch=2, timeout_s=60)
     for i, found in enumerate(loaded):
         expected = _Tensors()[i]
         assert found.keys() == expected.keys()
-        assert found["large"].is_shared()
         for name, tensor in expected.items():
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name], tensor)
             found[name].zero_()  # its own memory, and writable
     with pytest.raises(StopIteration):
         next(loaded)
+
+
+class _Growing:
+    def __getitem__(self, size: int) -> tuple[torch.Tensor, int]:
+        return torch.full((size,), size, dtype=torch.int32), len(handover._pieces)
+
+
+def test_a_worker_uses_its_memory_again_but_never_what_is_still_looked_at() -> None:
+    sizes = [10, 20_000, 30, 200_000, *[1000] * 60, 500_000, *[10] * 20]
+    loaded = Loaded(_Growing(), sizes, num_workers=1, prefetch=4, timeout_s=60)
+    kept, opened = [], set(handover._opened)
+    for number, size in enumerate(sizes):
+        tensor, num_pieces = next(loaded)
+        if number in (1, 3, 30):
+            kept.append(tensor[size // 2 :].view(-1, 5)[1])  # a view keeps the whole
+        assert torch.equal(tensor, torch.full((size,), size, dtype=torch.int32))
+        assert num_pieces <= loaded.ahead + TAKEN_OVER + len(kept) + 1
+        del tensor
+    assert [view.tolist() for view in kept] == [[20_000] * 5, [200_000] * 5, [1000] * 5]
+    loaded.close()
+    assert [view.tolist() for view in kept] == [[20_000] * 5, [200_000] * 5, [1000] * 5]
+    assert handover._opened.keys() == opened
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7])
