@@ -154,6 +154,30 @@ class Checkpointer:
         return tensors
 
 
+def load_weights(model: nn.Module, folder: Path, weights: str, ranks: Ranks) -> int:
+    """Fill `model` from the newest checkpoint in `folder`, each rank its shards; returns the steps it was trained for.
+
+    Args:
+        model: Sharded, as a resumed run has it.
+        folder: The run's `checkpoints` folder.
+        weights: "averaged" or "last".
+        ranks: All of them, together.
+
+    Raises:
+        ValueError: If there is no checkpoint, or it cannot be loaded.
+    """
+    path = latest(folder)
+    if path is None:
+        raise ValueError(f"{folder} holds no checkpoint: train first")
+    kind = {"averaged": "ema", "last": "model"}[weights]
+    tensors = {f"{kind}/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    try:
+        dcp.load(tensors, checkpoint_id=path, process_group=ranks.host_group)
+    except CheckpointException as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from error
+    return int(read_state(path)["step"])
+
+
 def latest(folder: Path) -> Path | None:
     """The newest committed checkpoint in `folder`: the one that `latest` names, or the last folder if it is torn."""
     pointer = folder / LATEST_NAME
