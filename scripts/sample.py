@@ -134,6 +134,8 @@ def wanted_of_prompts(
 
 def give_first_frame(wanted: list[Wanted], first_frame: str, codec: LatentCodec) -> list[Wanted]:
     """`wanted` with the first latent frame given: of the sample itself ("data"), or of a picture, cut to each shape."""
+    if any(one.shape.frames == 1 for one in wanted):
+        raise ValueError("--first-frame: of a sample of one frame nothing would be left to make")
     if first_frame == "data":
         if any(one.reference is None for one in wanted):
             raise ValueError("--first-frame data: only captions of the data set in their own shapes have one")

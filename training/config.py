@@ -24,6 +24,7 @@ from adaptiveload.training.ema import EmaConfig
 from adaptiveload.training.evaluation import EvaluationConfig
 from adaptiveload.training.feed import DataConfig
 from adaptiveload.training.optimizer import OptimizerConfig
+from adaptiveload.training.previews import PreviewConfig
 from adaptiveload.training.tracker import TrackingConfig
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
@@ -54,6 +55,7 @@ class RunConfig:
     ema: EmaConfig = field(default_factory=EmaConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    previews: PreviewConfig = field(default_factory=PreviewConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
@@ -71,7 +73,8 @@ class RunConfig:
             raise ValueError(f"max_steps={self.max_steps} must be at least 1")
         if not self.name or "/" in self.name:
             raise ValueError(f"name={self.name!r} must be a folder name")
-        for part in (self.data, self.cost, self.optimizer, self.ema, self.checkpoint, self.evaluation, self.tracking):
+        parts = (self.data, self.cost, self.optimizer, self.ema, self.checkpoint, self.evaluation, self.previews)
+        for part in (*parts, self.tracking):
             part.check()
 
 

@@ -44,6 +44,23 @@ def test_latents_are_the_normalised_mean_of_the_posterior(vae_dir):
     assert np.abs(decoded.astype(float) - (pixels + 1) * 127.5).max() < 0.51
 
 
+def test_large_frames_are_decoded_in_tiles_and_never_encoded_so(vae_dir):
+    class SmallTiles(WanVaeCodec):
+        tile_side, tile_overlap = 32, 16
+
+    whole, tiled = WanVaeCodec(vae_dir), SmallTiles(vae_dir)
+    assert tiled.normalization_hash == whole.normalization_hash
+    frames = np.kron(np.random.default_rng(2).integers(0, 256, (5, 6, 8, 3)), np.ones((1, 8, 8, 1))).astype(np.uint8)
+    latents = whole.encode(frames)
+    np.testing.assert_array_equal(tiled.encode(frames), latents)
+    seamless, blended = whole.decode(latents).astype(float), tiled.decode(latents).astype(float)
+    assert blended.shape == seamless.shape == frames.shape
+    # Attention over a tile is not attention over the frame; measured 2.1 of 255 on average, std 23.
+    assert 0 < np.abs(blended - seamless).mean() < 5
+    small = latents[:, :, :4, :4]
+    np.testing.assert_array_equal(tiled.decode(small), whole.decode(small))
+
+
 def test_a_prefix_of_the_frames_has_a_prefix_of_the_latents(vae_dir):
     codec = WanVaeCodec(vae_dir)
     frames = np.random.default_rng(1).integers(0, 256, (9, 16, 16, 3), np.uint8)
