@@ -6,18 +6,13 @@ import pytest
 import torch
 
 from adaptiveload.data.wan_encoders import Umt5TextEncoder, WanVaeCodec
+from tests.tiny_wan import new_text_encoder, new_vae
 
 
 @pytest.fixture(scope="module")
 def vae_dir(tmp_path_factory):
-    from diffusers import AutoencoderKLWan
-
-    torch.manual_seed(0)
-    vae = AutoencoderKLWan(
-        base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-    )
     folder = tmp_path_factory.mktemp("vae")
-    vae.save_pretrained(folder)
+    new_vae().save_pretrained(folder)
     return folder
 
 
@@ -90,22 +85,10 @@ def test_missing_folders_are_named(tmp_path):
 @pytest.fixture(scope="module")
 def text_dir(tmp_path_factory):
     pytest.importorskip("transformers", reason="optional: only the UMT5 text encoder needs it")
-    from tokenizers import Tokenizer
-    from tokenizers.models import Unigram
-    from tokenizers.pre_tokenizers import Metaspace
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
-
-    pieces = ["<pad>", "</s>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz&", "▁cat", "▁dog"]
-    tokenizer = Tokenizer(Unigram([(piece, -float(i > 2)) for i, piece in enumerate(pieces)], unk_id=2))
-    tokenizer.pre_tokenizer = Metaspace()
-    tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     folder = tmp_path_factory.mktemp("wan")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    fast.save_pretrained(folder / "tokenizer")
-    torch.manual_seed(0)
-    config = UMT5Config(vocab_size=len(pieces), d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
-    UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
+    model, tokenizer = new_text_encoder()
+    model.save_pretrained(folder / "text_encoder")
+    tokenizer.save_pretrained(folder / "tokenizer")
     return folder
 
 
