@@ -66,7 +66,7 @@ def train(run: Run) -> None:
         log_step(run, plan, measured, {"train/grad_norm": grad_norm, "train/lr": lr})
         adapt(run, plan, measured)
         is_last = step + 1 == config.max_steps
-        if is_last or (step + 1) % config.checkpoint.every_steps == 0:
+        if config.checkpoint.is_due(step + 1, config.max_steps):
             run.checkpointer.save(step + 1, run.saved_state(plan))
         if is_last or (step + 1) % config.evaluation.every_steps == 0:
             evaluate(run, step)

@@ -28,7 +28,7 @@ class CheckpointConfig:
     """When to save and where to resume from.
 
     Attributes:
-        every_steps: Steps between saves; the last step is always saved.
+        every_steps: Steps between saves; the last step is always saved. 0 saves nothing: such a run leaves figures.
         keep: Newest checkpoints kept.
         resume: "auto" goes on from the run's own latest checkpoint if there is one; "never" refuses a folder that
             has one; else the path of a checkpoint to begin from while the run has none of its own.
@@ -40,10 +40,14 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raise ValueError for a value outside its range, naming the key."""
-        if self.every_steps < 1 or self.keep < 1:
+        if self.every_steps < 0 or self.keep < 1:
             raise ValueError(
-                f"checkpoint.every_steps={self.every_steps}, checkpoint.keep={self.keep}: both must be at least 1"
+                f"checkpoint.every_steps={self.every_steps}, checkpoint.keep={self.keep} must be at least 0 and 1"
             )
+
+    def is_due(self, steps_done: int, max_steps: int) -> bool:
+        """Whether to save after so many steps of `max_steps`."""
+        return self.every_steps > 0 and (steps_done == max_steps or steps_done % self.every_steps == 0)
 
 
 class Checkpointer:
