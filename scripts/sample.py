@@ -163,6 +163,8 @@ def sample(options: argparse.Namespace, ranks: Ranks) -> Path:
         wanted = [replace(one, fps=options.fps) for one in wanted]
     for one in wanted:
         geometry.check(one.shape, "--shape")
+        if len(one.text) > job.config.model.text_len:
+            raise ValueError(f"{one.caption!r}: {len(one.text)} text rows, model.text_len={job.config.model.text_len}")
     # Where the gathered weights fit, gather them once and not in every step.
     gpu = resolve_gpu(job.config.cost, ranks.device)
     set_meeting(job.model, meet=resolve_meet(job.config, gpu, ranks.device), is_last=True)

@@ -174,7 +174,8 @@ def load_weights(model: nn.Module, folder: Path, weights: str, ranks: Ranks) -> 
     if path is None:
         raise ValueError(f"{folder} holds no checkpoint: train first")
     kind = {"averaged": "ema", "last": "model"}[weights]
-    tensors = {f"{kind}/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tensors = {f"{kind}/{name}": parameter.detach() for name, parameter in trained.items()}
     try:
         dcp.load(tensors, checkpoint_id=path, process_group=ranks.host_group)
     except CheckpointException as error:

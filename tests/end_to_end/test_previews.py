@@ -6,16 +6,9 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-import torch
 import yaml
 from PIL import Image
 
-from adaptiveload.data.latent_codecs import DctCodec
-from adaptiveload.models.sampling import SamplerConfig
-from adaptiveload.scheduling.shapes import LatentGeometry, Shape
-from adaptiveload.training.distributed import Ranks
-from adaptiveload.training.samples import Wanted, deal
-from scripts.sample import give_first_frame
 from tests.launching import launch, run_script
 
 OPTIONS = ("max_steps=4", "evaluation.max_samples=0", "schedule.memory_limit_tokens=64")
@@ -82,21 +75,3 @@ def test_new_prompts_in_shapes_of_their_own_and_from_a_given_picture(run_dir: Pa
         assert np.abs(first - (200, 40, 40)).max() < 12, "the given frame, as codec and H.264 leave it"
     with Image.open(tmp_path / "contact_sheet.png") as sheet:
         assert sheet.width > 200
-
-
-def test_a_picture_has_no_first_frame_to_give() -> None:
-    text = torch.zeros(1, 4)
-    picture = Wanted("picture", Shape(1, 32, 32), "", text, text, 0, 16.0)
-    with pytest.raises(ValueError, match="one frame"):
-        give_first_frame([picture], "data", DctCodec())
-
-
-@pytest.mark.parametrize(("count", "ranks"), [(3, 2), (1, 4), (5, 4), (8, 2)])
-def test_ranks_have_equally_many_rounds_and_every_sample_one_place(count: int, ranks: int) -> None:
-    text = torch.zeros(2, 4)
-    wanted = [Wanted(str(i), Shape(1 + 4 * (i % 2), 32, 32), "", text, text, i, 16.0) for i in range(count)]
-    every = [Ranks(rank, ranks, torch.device("cpu"), None) for rank in range(ranks)]  # type: ignore[arg-type]
-    for limit in (1, 30, 1000):
-        dealt = [deal(wanted, SamplerConfig(), LatentGeometry(), 24, rank, limit) for rank in every]
-        assert len({len(rounds) for rounds in dealt}) == 1
-        assert sorted(i for rounds in dealt for numbers in rounds for i in numbers) == list(range(count))
