@@ -11,7 +11,8 @@ from PIL import Image
 
 from tests.launching import launch, run_script
 
-OPTIONS = ("max_steps=4", "evaluation.max_samples=0", "schedule.memory_limit_tokens=64")
+# Every block meets the other rank's in every call, and a rank samples one clip at a time.
+OPTIONS = ("max_steps=4", "evaluation.max_samples=0", "schedule.memory_limit_tokens=64", "schedule.meet=slot")
 PREVIEWS = ("previews.every_steps=3", "previews.num_samples=3", "previews.steps=3", "tracking.wandb=offline")
 
 
