@@ -37,15 +37,24 @@ def contact_sheet(title: str, samples: Sequence[tuple[str, dict[str, np.ndarray]
 
 
 def shown_frames(frames: np.ndarray) -> np.ndarray:
-    """The frames of uint8 [F, H, W, 3] that a sheet shows, evenly spaced; of frames so chosen, all."""
-    return frames[np.linspace(0, len(frames) - 1, min(len(frames), _MAX_FRAMES)).round().astype(int)]
+    """What a sheet shows of uint8 [F, H, W, 3]: frames evenly spaced, large ones made small; given those, the same."""
+    shown = frames[np.linspace(0, len(frames) - 1, min(len(frames), _MAX_FRAMES)).round().astype(int)]
+    height, width = shown.shape[1:3]
+    if max(height, width) <= _MAX_SIDE:
+        return shown
+    scale = _MAX_SIDE / max(height, width)
+    return np.stack([_resized(frame, round(height * scale), round(width * scale)) for frame in shown])
 
 
 def _strip(frames: np.ndarray) -> Image.Image:
     shown = shown_frames(frames)
-    scale = min(_SCALE, _MAX_SIDE / max(frames.shape[1:3]))
-    height, width = (round(side * scale) for side in frames.shape[1:3])
+    scale = min(_SCALE, _MAX_SIDE / max(shown.shape[1:3]))
+    height, width = (round(side * scale) for side in shown.shape[1:3])
     strip = Image.new("RGB", (len(shown) * (width + _GAP) - _GAP, height), "white")
     for place, frame in enumerate(shown):
-        strip.paste(Image.fromarray(frame).resize((width, height)), (place * (width + _GAP), 0))
+        strip.paste(Image.fromarray(_resized(frame, height, width)), (place * (width + _GAP), 0))
     return strip
+
+
+def _resized(frame: np.ndarray, height: int, width: int) -> np.ndarray:
+    return np.asarray(Image.fromarray(frame).resize((width, height)))

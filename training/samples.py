@@ -135,7 +135,7 @@ def on_main(ranks: Ranks, function: Callable[[], _Value]) -> _Value:
             result = function()
         except ValueError as error:
             result = error
-    result = ranks.gather_objects(result)[0]
+    result = ranks.broadcast_object(result)
     if isinstance(result, ValueError):
         raise result
     return result  # type: ignore[return-value]
@@ -230,7 +230,6 @@ def make_samples(
         memory_limit_tokens: Most tokens that a rank samples at once; a longer sample runs alone.
         path_of: File without suffix, of a key; folders must exist on every rank's disk.
     """
-    mine: dict[int, Made] = {}
     latents: dict[int, torch.Tensor] = {}
     reshard(model)  # gathered copies may be of other weights than those swapped in or trained on
     for numbers in deal(wanted, config, geometry, model.config.hidden_size, ranks, memory_limit_tokens):
@@ -246,10 +245,9 @@ def make_samples(
         ]
         latents |= dict(zip(numbers, sample_latents(model, requests, config, flow), strict=True))
     reshard(model)  # nor may training go on with the copies gathered here
-    for i, made in latents.items():
-        mine[i] = _write(wanted[i], made, codec, path_of)
-    by_number = {i: made for part in ranks.gather_objects(mine) for i, made in part.items()}
-    return [by_number[i] for i in range(len(wanted))]
+    written = {i: _write(wanted[i], made, codec, path_of) for i, made in latents.items()}
+    by_number = {i: strips_and_path for part in ranks.gather_objects(written) for i, strips_and_path in part.items()}
+    return [Made(one, *by_number[i]) for i, one in enumerate(wanted)]
 
 
 def deal(
@@ -272,7 +270,9 @@ def deal(
     return [list(slot[ranks.rank] or ()) for slot in plan.slots]
 
 
-def _write(wanted: Wanted, latents: torch.Tensor, codec: LatentCodec, path_of: Callable[[str], Path]) -> Made:
+def _write(
+    wanted: Wanted, latents: torch.Tensor, codec: LatentCodec, path_of: Callable[[str], Path]
+) -> tuple[Strips, Path]:
     frames = codec.decode(latents.numpy())
     path = path_of(wanted.key.replace("/", "_"))
     if len(frames) > 1:
@@ -283,4 +283,4 @@ def _write(wanted: Wanted, latents: torch.Tensor, codec: LatentCodec, path_of: C
         Image.fromarray(frames[0]).save(path)
     strips = {} if wanted.reference is None else {"codec": codec.decode(wanted.reference.float().numpy())}
     strips["sample"] = frames
-    return Made(wanted, {label: shown_frames(strip) for label, strip in strips.items()}, path)
+    return {label: shown_frames(strip) for label, strip in strips.items()}, path

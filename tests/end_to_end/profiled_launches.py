@@ -1,6 +1,6 @@
 r"""One step of a run on synthetic samples of a mix, profiled: how often AdaLN is called and what it launches.
 
-    accelerate launch --config_file configs/accelerate/1node.yaml --num_processes 2 \
+    PYTHONPATH=. accelerate launch --config_file configs/accelerate/1node.yaml --num_processes 2 \
         tests/end_to_end/profiled_launches.py configs/mixes/mixed.yaml configs/mmdit_1_4b.yaml \
         schedule.samples_per_step=32
 

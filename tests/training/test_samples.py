@@ -13,6 +13,7 @@ from adaptiveload.data.wan_encoders import WanVaeCodec
 from adaptiveload.models.sampling import SamplerConfig
 from adaptiveload.scheduling.order import held_out_mask
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+from adaptiveload.training.contact_sheet import shown_frames
 from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.previews import PreviewConfig
 from adaptiveload.training.samples import (
@@ -113,3 +114,14 @@ def test_mistakes_of_the_configuration_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             PreviewConfig(**change).check()
+
+
+def test_a_sheet_shows_six_frames_of_a_side_that_fits() -> None:
+    frames = np.zeros((81, 480, 832, 3), np.uint8)
+    frames[80] = 255
+    shown = shown_frames(frames)
+    assert shown.shape == (6, 185, 320, 3)
+    assert shown[-1].min() == 255
+    np.testing.assert_array_equal(shown_frames(shown), shown)
+    small = frames[:4, :96, :128]
+    np.testing.assert_array_equal(shown_frames(small), small)
