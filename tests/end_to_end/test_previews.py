@@ -9,6 +9,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from scripts.report import write_report
 from tests.launching import launch, run_script
 
 # Every block meets the other rank's in every call, and a rank samples one clip at a time.
@@ -48,6 +49,8 @@ def test_three_previews_on_two_ranks_leave_the_run_as_it_is(run_dir: Path, run_c
     assert sum(name.endswith(".mp4") for name in names) == 6
     assert len(list(run_dir.glob("wandb/offline-run-*/files/media/videos/previews/*.mp4"))) == 6
     assert len(list(run_dir.glob("wandb/offline-run-*/files/media/images/previews/*.png"))) == 2
+    page = write_report(run_dir, 4).read_text()
+    assert page.split("Previews, first and last")[1].count("data:image/png;base64,") == 2
 
 
 def test_the_script_makes_what_the_last_preview_shows(run_dir: Path, tmp_path: Path) -> None:
