@@ -69,12 +69,12 @@ class RunConfig:
             raise ValueError(
                 f"precision={self.precision!r}: use bf16 or fp32 (quote it in YAML: an unquoted no/off is a bool)"
             )
+        self.previews.check()
         if self.max_steps < 1:
             raise ValueError(f"max_steps={self.max_steps} must be at least 1")
         if not self.name or "/" in self.name:
             raise ValueError(f"name={self.name!r} must be a folder name")
-        parts = (self.data, self.cost, self.optimizer, self.ema, self.checkpoint, self.evaluation, self.previews)
-        for part in (*parts, self.tracking):
+        for part in (self.data, self.cost, self.optimizer, self.ema, self.checkpoint, self.evaluation, self.tracking):
             part.check()
 
 
