@@ -29,6 +29,7 @@ from adaptiveload.training.metrics import (
     step_metrics,
 )
 from adaptiveload.training.optimizer import learning_rate
+from adaptiveload.training.previews import Previews
 from adaptiveload.training.run import Run, Schedule, build_run, build_schedule, check_agreement
 from adaptiveload.training.startup_report import describe_schedule
 from adaptiveload.training.workers import explain_worker_failure, start_worker_server
@@ -37,7 +38,7 @@ MicroBatchLosses = list[tuple[torch.Tensor, tuple[str, ...]]]
 
 
 def train(run: Run) -> None:
-    """The loop: a plan, its micro-batches, one optimizer step; then figures, held-out loss and checkpoints."""
+    """The loop: a plan, its micro-batches, one optimizer step; then figures, checkpoints, held-out loss, previews."""
     config = run.config
     for step in range(run.first_step, config.max_steps):
         started, waited = time.perf_counter(), run.feed.wait_s
@@ -65,10 +66,12 @@ def train(run: Run) -> None:
         log_step(run, plan, measured, {"train/grad_norm": grad_norm, "train/lr": lr})
         adapt(run, plan, measured)
         is_last = step + 1 == config.max_steps
-        if is_last or (step + 1) % config.checkpoint.every_steps == 0:
+        if config.checkpoint.is_due(step + 1, config.max_steps):
             run.checkpointer.save(step + 1, run.saved_state(plan))
         if is_last or (step + 1) % config.evaluation.every_steps == 0:
             evaluate(run, step)
+        if run.previews is not None and (is_last or (step + 1) % config.previews.every_steps == 0):
+            preview(run, run.previews, step)
 
 
 def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatch]) -> tuple[MicroBatchLosses, int]:
@@ -159,6 +162,7 @@ def evaluate(run: Run, step: int) -> None:
     linear_loss = run.held_out.linear_loss
     with run.ema.swapped_in():
         losses = run.held_out.losses(run.model)
+    run.ranks.take_memory_peak_gib()  # not the next step's
     if run.tracker is not None:
         run.tracker.log(step, losses | {"train/loss_heldout_linear": linear_loss})
         loss = losses.get("train/loss_heldout", math.nan)  # nan: none could be read
@@ -166,6 +170,18 @@ def evaluate(run: Run, step: int) -> None:
             f"step {step + 1}: held-out loss {loss:.4f}, best per-channel linear predictor {linear_loss:.4f} "
             f"({abs(1 - loss / linear_loss):.1%} {'below' if loss < linear_loss else 'above'} it)"
         )
+
+
+def preview(run: Run, previews: Previews, step: int) -> None:
+    """Samples of the averaged weights, by all ranks. No figure of a step knows of their time or memory."""
+    started = time.perf_counter()
+    run.timer.start_step()  # the blocks' marks of sampling belong to no micro-batch
+    with run.ema.swapped_in():
+        made = previews.make(run.model, step + 1)
+    run.ranks.take_memory_peak_gib()
+    if made is not None and run.tracker is not None:
+        run.tracker.log_previews(step, *made)
+        run.tracker.message(f"step {step + 1}: previews in {made[0]}, {time.perf_counter() - started:.1f} s")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

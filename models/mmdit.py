@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own 
 
 from adaptiveload.kernels.adaln import adaln
 from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
-from adaptiveload.models.attention import AttentionBatch, attention_batches, packed_attention
+from adaptiveload.models.attention import AttentionBatch, VarlenBatch, joint_attention_calls, packed_attention
 from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
 from adaptiveload.models.layers import Block, FeedForward, LinearFp32, TimeEmbedder, linear_fp32
 from adaptiveload.models.packing import PackedBatch, to_device
@@ -106,22 +106,21 @@ class JointLayout:
         segment_offsets: Of image tokens, as in `PackedBatch`.
         text_offsets: Of text rows, a sample each: all of them share a modulation row.
         lengths: T and S of each sample in turn: the pieces of the joint sequence.
-        attention: Dense calls over the joint sequence.
+        attention: Calls over the joint sequence.
     """
 
     segment_offsets: torch.Tensor
     text_offsets: torch.Tensor
     lengths: tuple[int, ...]
-    attention: list[AttentionBatch]
+    attention: list[AttentionBatch | VarlenBatch]
 
     @classmethod
-    def of(cls, batch: PackedBatch) -> Self:
-        """Layout of `batch`."""
+    def of(cls, batch: PackedBatch, device: torch.device, dtype: torch.dtype) -> Self:
+        """Layout of `batch`, whose attention runs on `device` in `dtype`."""
         pairs = torch.stack([batch.text_offsets.diff(), batch.seq_offsets.diff()], dim=1)
         joint_offsets = torch.cat([pairs.new_zeros(1), pairs.sum(1).cumsum(0)])
-        return cls(
-            batch.segment_offsets, batch.text_offsets, tuple(pairs.flatten().tolist()), attention_batches(joint_offsets)
-        )
+        attention = joint_attention_calls(joint_offsets, device, dtype)
+        return cls(batch.segment_offsets, batch.text_offsets, tuple(pairs.flatten().tolist()), attention)
 
     def join(self, text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
         """Text [M, ...] and image [N, ...] as [M + N, ...]: each sample's text, then its image."""
@@ -341,8 +340,8 @@ class VideoMMDiT(nn.Module):
         """
         self._check(batch, recompute)
         dtype = self.img_in.weight.dtype
-        layout = JointLayout.of(batch)
         device = latents.device
+        layout = JointLayout.of(batch, device, dtype)
         text_lens = batch.text_offsets.diff().tolist()
         rotary = joint_rotary_tables(batch.grids, text_lens, self.config.axes_dims_rope, device)
         embedding = F.silu(self.time_text_embed["timestep_embedder"](timestep))  # [G, D]

@@ -7,6 +7,7 @@ beside it. A folder is `config.json` and `diffusion_pytorch_model*.safetensors`,
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -17,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from adaptiveload.models.architectures import CONFIGS
+from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.sharded import local_part
 
 _STEM = "diffusion_pytorch_model"
@@ -70,6 +73,22 @@ def load_pretrained(model: nn.Module, path: Path | str) -> None:
         local, part = local_part(parameter)
         if local.numel():
             local.copy_(files.read(name, part))
+
+
+def read_model_config(path: Path | str) -> ModelConfig:
+    """Sizes of the model in the folder at `path`, which is one that `load_pretrained` reads; `pretrained` is the path.
+
+    Raises:
+        ValueError: If the folder is none of these, or of a model that is not known.
+    """
+    folder = _transformer_folder(Path(path))
+    theirs = _read_config(folder)
+    for config_class in CONFIGS.values():
+        if theirs["_class_name"] == config_class.diffusers_class:
+            config = config_class.from_diffusers(theirs)
+            # The VAE's; no transformer folder tells. 48 channels are those of Wan 2.2 TI2V's alone.
+            return replace(config, spatial_stride=16 if config.in_channels == 48 else 8, pretrained=str(path))
+    raise ValueError(f"{folder}/config.json: _class_name is {theirs['_class_name']}, which no model here is")
 
 
 class WeightFiles:
@@ -176,11 +195,8 @@ def _our_name(stored: str) -> str:
 
 def _check_config(folder: Path, config: Any) -> None:
     """Raise ValueError unless the folder's `config.json` agrees with the model's configuration on all keys of both."""
-    theirs = json.loads((folder / "config.json").read_text())
-    class_name = theirs.get("_class_name")
-    if class_name == "WanModel":
-        theirs = _from_original_config(folder, theirs)
-        class_name = "WanTransformer3DModel"
+    theirs = _read_config(folder)
+    class_name = theirs["_class_name"]
     if class_name != config.diffusers_class:
         raise ValueError(f"{folder}/config.json: _class_name is {class_name}, the model's is {config.diffusers_class}")
     ours = json.loads(json.dumps(config.to_diffusers()))
@@ -189,6 +205,14 @@ def _check_config(folder: Path, config: Any) -> None:
     if differing:
         pairs = "; ".join(f"{key} is {theirs[key]}, the run's model has {ours[key]}" for key in differing)
         raise ValueError(f"{folder}/config.json: {pairs}. Set the run's model to the folder's sizes, or take another")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json` with the keys of diffusers."""
+    theirs = {"_class_name": None, **json.loads((folder / "config.json").read_text())}
+    if theirs["_class_name"] == "WanModel":
+        return _from_original_config(folder, theirs) | {"_class_name": "WanTransformer3DModel"}
+    return theirs
 
 
 def _from_original_config(folder: Path, original: dict[str, Any]) -> dict[str, Any]:

@@ -1,84 +1,128 @@
-"""Sampling: Euler steps from noise to latents, many samples of any shapes at once, with classifier-free guidance.
+"""Sampling: from noise to latents, many samples of any shapes at once, with classifier-free guidance.
+
+The solvers are diffusers': Wan's UniPC, and Euler. Each sample has a schedule of its own, shifted as its length was in
+training.
 
 Legend: `C` latent channels, `f`, `h`, `w` latent frames, rows, columns, `S` tokens of one sample.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from adaptiveload.models.architectures import VideoTransformer
 from adaptiveload.models.flow_matching import FlowMatchingConfig, noise_shift, sample_generator
-from adaptiveload.models.packing import Grid, PackedBatch, PackedSample, pack, patchify, unpatchify
+from adaptiveload.models.packing import Grid, PackedBatch, PackedSample, filler_sample, pack, patchify, unpatchify
+
+SCHEDULERS = ("unipc", "euler")
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """How latents are sampled.
+
+    Attributes:
+        scheduler: "unipc", with which Wan samples, or "euler".
+        num_steps: Model evaluations per sample.
+        guidance_scale: 1 follows the text alone; above 1 moves away from the negative text, at twice the cost.
+        shift: Of the noise schedule, for all samples; None takes that of training, which depends on their lengths.
+    """
+
+    scheduler: str = "unipc"
+    num_steps: int = 50
+    guidance_scale: float = 5.0
+    shift: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scheduler not in SCHEDULERS:
+            raise ValueError(f"scheduler is {self.scheduler!r}; it is one of {', '.join(SCHEDULERS)}")
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps is {self.num_steps}; it must be at least 1")
+        if self.shift is not None and not self.shift > 0:
+            raise ValueError(f"shift is {self.shift}; it must be positive")
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sample to make. It depends on nothing but this, not on the other samples.
+
+    Attributes:
+        grid: Tokens along frames, rows and columns.
+        text: Text embedding [T, text_dim].
+        negative_text: What guidance moves away from [T, text_dim]: the embedding of the empty or of a negative prompt.
+        seed: Of the noise.
+        first_frame: For image-to-video: the first latent frame [C, 1, h, w]; None leaves it free.
+        noise: Latents to begin from [C, f, h, w] in place of those of `seed`.
+    """
+
+    grid: Grid
+    text: torch.Tensor
+    negative_text: torch.Tensor
+    seed: int = 0
+    first_frame: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
 
 
 @torch.no_grad()
-def euler_sample(
+def sample_latents(
     model: VideoTransformer,
-    grids: Sequence[Grid],
-    texts: Sequence[torch.Tensor],
-    null_text: torch.Tensor,
-    seeds: Sequence[int],
-    *,
-    num_steps: int = 50,
-    guidance_scale: float = 5.0,
+    requests: Sequence[SampleRequest],
+    config: SamplerConfig,
     flow: FlowMatchingConfig | None = None,
-    first_frames: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
-    """Latents [C, f, h, w] of each sample, float32 on the CPU.
+    """Latents [C, f, h, w] of each request, float32 on the CPU.
 
-    A sample depends on its own grid, text and seed, not on the others. Under FSDP all ranks must call this with equal
-    `num_steps`.
+    The model runs `num_steps` times, whatever is requested, nothing included: under FSDP all ranks call this together,
+    each with its own requests.
 
     Args:
         model: Predicts the velocity; on the device where it should run.
-        grids: Tokens of each sample along frames, rows, columns.
-        texts: Text embedding of each sample [T, text_dim].
-        null_text: Text embedding of the empty prompt [T, text_dim].
-        seeds: Of the noise of each sample.
-        num_steps: Model evaluations per sample.
-        guidance_scale: 1 follows the text alone; above 1 moves away from the null text, at twice the cost.
-        flow: The shift of the noise schedule is that of training.
-        first_frames: For image-to-video: the first latent frame [C, 1, h, w] of each sample, or None where it is free.
-
-    Raises:
-        ValueError: If the lists differ in length or are empty, or `num_steps` is less than 1.
+        requests: What to make.
+        config: How.
+        flow: Training's objective, for the shift.
     """
-    if not len(grids) == len(texts) == len(seeds) or not grids:
-        raise ValueError(f"{len(grids)} grids, {len(texts)} texts and {len(seeds)} seeds: give one of each per sample")
-    if num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps}; it must be at least 1")
-    flow = flow or FlowMatchingConfig()
-    tokens = [_initial_noise(model, grid, seed) for grid, seed in zip(grids, seeds, strict=True)]
-    schedulers = [_scheduler(noise_shift(len(noise), flow), num_steps) for noise in tokens]
-    all_texts = [*texts, *[null_text] * len(texts)] if guidance_scale != 1 else list(texts)
     device = next(model.parameters()).device
-    given = [
-        None if frame is None else patchify(frame.float(), model.config.patch_size).to(device)
-        for frame in first_frames or [None] * len(grids)
-    ]
-    batch = _conditions(grids, all_texts, tokens[0].shape[1], [frame is not None for frame in given]).to(device)
-    tokens = [_keep(noise.to(device), frame) for noise, frame in zip(tokens, given, strict=True)]
-    for step in range(num_steps):
+    if not requests:
+        _run_along(model, config.num_steps, device)
+        return []
+    flow = flow or FlowMatchingConfig()
+    patch = model.config.patch_size
+    tokens = [patchify(_initial_noise(model, request), patch).to(device) for request in requests]
+    given = [None if r.first_frame is None else patchify(r.first_frame.float(), patch).to(device) for r in requests]
+    schedulers = [_scheduler(config, noise_shift(len(noise), flow)) for noise in tokens]
+    batch = _conditions(requests, tokens[0].shape[1], with_negative=config.guidance_scale != 1).to(device)
+    tokens = [_keep(noise, frame) for noise, frame in zip(tokens, given, strict=True)]
+    for step in range(config.num_steps):
         timesteps = [scheduler.timesteps[step] for scheduler in schedulers]
-        velocities = _velocities(model, batch, tokens, timesteps, guidance_scale)
+        velocities = _velocities(model, batch, tokens, timesteps, config.guidance_scale)
         tokens = [
-            _keep(scheduler.step(velocity, timestep, noisy).prev_sample, frame)
+            _keep(scheduler.step(velocity, timestep, noisy, return_dict=False)[0], frame)
             for scheduler, velocity, timestep, noisy, frame in zip(
                 schedulers, velocities, timesteps, tokens, given, strict=True
             )
         ]
-    patch = model.config.patch_size
-    return [unpatchify(clean.cpu(), grid, patch) for clean, grid in zip(tokens, grids, strict=True)]
+    return [unpatchify(clean.cpu(), request.grid, patch) for clean, request in zip(tokens, requests, strict=True)]
 
 
-def _initial_noise(model: VideoTransformer, grid: Grid, seed: int) -> torch.Tensor:
-    """Gaussian tokens float32 [S, token_size], drawn in the latent layout as in training."""
+def _run_along(model: VideoTransformer, num_steps: int, device: torch.device) -> None:
+    """Run the model on next to nothing, so that the ranks that sample find their peer in every collective."""
+    token_size = model.config.in_channels * model.config.patch_volume
+    batch = pack([filler_sample((1, 1, 1), token_size, model.config.text_dim)]).to(device)
+    for _ in range(num_steps):
+        model(batch.noise, torch.zeros(1, device=device), batch)
+
+
+def _initial_noise(model: VideoTransformer, request: SampleRequest) -> torch.Tensor:
+    """Latents [C, f, h, w] of Gaussian noise, float32, drawn as in training."""
+    if request.noise is not None:
+        return request.noise.float()
     patch = model.config.patch_size
-    latent_size = (model.config.out_channels, *(count * size for count, size in zip(grid, patch, strict=True)))
-    rng = sample_generator(seed, source="sampling", key="", epoch=0, repeat=0)
-    return patchify(torch.from_numpy(rng.standard_normal(latent_size, dtype=np.float32)), patch)
+    size = (model.config.out_channels, *(count * side for count, side in zip(request.grid, patch, strict=True)))
+    rng = sample_generator(request.seed, source="sampling", key="", epoch=0, repeat=0)
+    return torch.from_numpy(rng.standard_normal(size, dtype=np.float32))
 
 
 def _keep(tokens: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
@@ -86,27 +130,41 @@ def _keep(tokens: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
     return tokens if given is None else torch.cat([given, tokens[len(given) :]])
 
 
-def _scheduler(shift: float, num_steps: int):
+def _scheduler(config: SamplerConfig, trained_shift: float) -> Any:
+    """One sample's solver, which keeps its history."""
     # Imported here because diffusers takes seconds to import, and training can do without it.
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+    shift = trained_shift if config.shift is None else config.shift
+    scheduler: Any
+    if config.scheduler == "unipc":
+        from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-    # Given explicitly: by default diffusers shifts the last level twice, and ends at sigma .009 for 5 steps of shift 3.
-    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps))
+        # As in the folders of Wan 2.1 and 2.2. Timesteps are whole numbers there, rounded down.
+        scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift, num_train_timesteps=1000
+        )
+        scheduler.set_timesteps(config.num_steps)
+    else:
+        from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+        # Given explicitly: by default diffusers shifts the last level twice, and ends at .009 for 5 steps of shift 3.
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / config.num_steps, config.num_steps))
+    scheduler.set_begin_index(0)
     return scheduler
 
 
-def _conditions(
-    grids: Sequence[Grid], texts: Sequence[torch.Tensor], token_size: int, have_first_frame: Sequence[bool]
-) -> PackedBatch:
-    """Shapes and texts as a batch; `sample_ids` counts the texts, grids repeat for the null texts; no latents."""
+def _conditions(requests: Sequence[SampleRequest], token_size: int, *, with_negative: bool) -> PackedBatch:
+    """Shapes and texts as a batch; `sample_ids` counts the texts, then the negative ones; no latents."""
+    texts = [request.text for request in requests]
+    if with_negative:
+        texts += [request.negative_text for request in requests]
     samples = []
     for index, text in enumerate(texts):
-        grid = grids[index % len(grids)]
-        unset = torch.zeros(grid[0] * grid[1] * grid[2], token_size)
-        clean_frames = int(have_first_frame[index % len(grids)])
+        request = requests[index % len(requests)]
+        unset = torch.zeros(request.grid[0] * request.grid[1] * request.grid[2], token_size)
+        clean_frames = int(request.first_frame is not None)
         samples.append(
-            PackedSample(str(index), grid, unset, unset, 1.0, text, sample_id=index, clean_frames=clean_frames)
+            PackedSample(str(index), request.grid, unset, unset, 1.0, text, sample_id=index, clean_frames=clean_frames)
         )
     return pack(samples)
 
@@ -118,7 +176,7 @@ def _velocities(
     timesteps: list[torch.Tensor],
     guidance_scale: float,
 ) -> list[torch.Tensor]:
-    """Guided velocity of each sample, float32 [S, token_size]: null + guidance_scale * (text - null)."""
+    """Guided velocity of each sample, float32 [S, token_size]: negative + guidance_scale * (text - negative)."""
     owners = [index % len(tokens) for index in batch.sample_ids]
     latents = torch.cat([tokens[owner] for owner in owners])
     noisy = iter(owners)
@@ -129,4 +187,4 @@ def _velocities(
     if len(by_index) == len(tokens):
         return [by_index[index] for index in range(len(tokens))]
     pairs = [(by_index[index], by_index[index + len(tokens)]) for index in range(len(tokens))]
-    return [null + guidance_scale * (text - null) for text, null in pairs]
+    return [negative + guidance_scale * (text - negative) for text, negative in pairs]

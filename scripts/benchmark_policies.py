@@ -123,7 +123,8 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, end: float
     )
     name = "b2_us" if isinstance(law, TwoTermCost) else "b_us"
     law = replace(law, **{name: getattr(law, name) * options.scale_b2})
-    table = SampleTable.from_mix(options.mix, EPOCH_SAMPLES_PER_RANK * ranks.world_size, config.schedule.seed)
+    num_samples = EPOCH_SAMPLES_PER_RANK * ranks.world_size
+    table = SampleTable.from_mix(options.mix, num_samples, config.schedule.seed, model_geometry(config.model))
     # As `synthetic_batch` makes them.
     text_lens = np.full(len(table), config.model.text_len, np.int32)
     table = replace(table, text_len=text_lens, text_joins=model_dims(config.model).text_joins)

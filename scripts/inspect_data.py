@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from adaptiveload.data.index import ShardIndex
-from adaptiveload.data.latent_codecs import LatentCodec
 from adaptiveload.data.reader import Sample, SampleError, SampleReader
 from adaptiveload.scheduling.samples import SampleTable
 
@@ -69,10 +68,14 @@ def describe_sample(index: ShardIndex, row: int, sample: Sample) -> str:
     )
 
 
-def make_sheet(index: ShardIndex, rows: list[int], reader: SampleReader, codec: LatentCodec, path: Path) -> None:
-    """Write a picture of decoded samples."""
-    from adaptiveload.training.contact_sheet import contact_sheet
+def make_sheet(index: ShardIndex, rows: list[int], reader: SampleReader, vae_dir: Path | None, path: Path) -> None:
+    """Write a picture of decoded samples. Raises ValueError if the codec is another one than the latents' own."""
+    import torch
 
+    from adaptiveload.training.contact_sheet import contact_sheet
+    from adaptiveload.training.samples import open_codec
+
+    codec = open_codec(index.info, vae_dir, torch.device("cpu"), "--vae-dir")
     sheets = []
     for row in rows:
         sample = reader.read(index.place(row))
@@ -112,25 +115,9 @@ def main(argv: list[str] | None = None) -> None:
             figure = shape_mix_figure(dict(zip(table.shapes, counts, strict=True)), index.info.geometry)
             figure.savefig(args.histogram, dpi=110)
         if args.contact_sheet is not None:
-            make_sheet(index, rows, reader, load_codec(index, args.vae_dir), args.contact_sheet)
+            make_sheet(index, rows, reader, args.vae_dir, args.contact_sheet)
     except (ValueError, SampleError) as error:
         sys.exit(f"error: {error}")
-
-
-def load_codec(index: ShardIndex, vae_dir: Path | None) -> LatentCodec:
-    """The codec that decodes a dataset. Raises ValueError if it is another one than the latents were made with."""
-    from adaptiveload.data.latent_codecs import DctCodec
-
-    codec: LatentCodec = DctCodec()
-    if index.info.codec == "wan_vae":
-        if vae_dir is None:
-            raise ValueError("these latents are wan_vae's: name its folder with --vae-dir")
-        from adaptiveload.data.wan_encoders import WanVaeCodec
-
-        codec = WanVaeCodec(vae_dir)
-    if codec.normalization_hash != index.info.normalization_hash:
-        raise ValueError(f"codec {codec.name} is {codec.normalization_hash}, latents {index.info.normalization_hash}")
-    return codec
 
 
 if __name__ == "__main__":

@@ -76,6 +76,10 @@ def write_report(run_dir: Path, num_steps: int) -> Path:
     sheet = run_dir / "samples" / "contact_sheet.png"
     if sheet.is_file():
         body += ["<h2>Clip, codec reconstruction, sample</h2>", _embed(sheet.read_bytes())]
+    previews = sorted((run_dir / "previews").glob("step_" + "[0-9]" * 8 + ".png"))
+    if previews:
+        first_and_last = dict.fromkeys((previews[0], previews[-1]))
+        body += ["<h2>Previews, first and last</h2>", *(_embed(sheet.read_bytes()) for sheet in first_and_last)]
     path = run_dir / "report.html"
     path.write_text(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(config.name)}</title>"

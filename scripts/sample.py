@@ -1,139 +1,262 @@
-"""Sample videos from a run's averaged weights: an mp4 each, and a sheet beside the clips that they were asked for.
+r"""Sample videos: a file each, and a sheet of all, beside the clips that they were asked for.
 
     python -m scripts.sample --run runs/quickstart --media sample_data/media
+    accelerate launch --config_file configs/accelerate/1node.yaml -m scripts.sample --run runs/wan_1_3b \
+        --prompt "a dog on a beach" "a tram in the rain" --shape 81x480x832 --vae-dir wan/vae --text-encoder-dir wan
+    python -m scripts.sample --model Wan2.1-T2V-1.3B-Diffusers --prompt "a dog on a beach" --shape 81x480x832
 
-Runs on one process, with a GPU if there is one. Files go to RUN/samples.
+Without prompts, captions of the run's data set are sampled in their own shapes. Samples are spread over the ranks of
+the launch, which hold the model together. Files go to RUN/samples, or to --output.
 """
 
 import argparse
 import json
 import sys
-import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 
-from adaptiveload.data.corpus import Corpus, open_corpus
+from adaptiveload.data.corpus import open_corpus
 from adaptiveload.data.cuts import Cut
 from adaptiveload.data.encode import cut_frames
-from adaptiveload.data.latent_codecs import DctCodec
+from adaptiveload.data.latent_codecs import LatentCodec
+from adaptiveload.data.media import MediaError, read_picture
 from adaptiveload.data.raw import find_inputs
-from adaptiveload.data.video import write_mp4
-from adaptiveload.models.architectures import VideoTransformer, new_transformer
-from adaptiveload.models.sampling import euler_sample
-from adaptiveload.scheduling.order import held_out_mask
-from adaptiveload.training.checkpoint import latest, read_state
+from adaptiveload.data.text import TextEncoder
+from adaptiveload.models.architectures import VideoTransformer
+from adaptiveload.models.pretrained import read_model_config
+from adaptiveload.models.sampling import SCHEDULERS, SamplerConfig
+from adaptiveload.scheduling.shapes import Shape
+from adaptiveload.training.checkpoint import load_weights
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.contact_sheet import contact_sheet
-from adaptiveload.training.run import model_geometry
+from adaptiveload.training.contact_sheet import contact_sheet, shown_frames
+from adaptiveload.training.cost import resolve_gpu
+from adaptiveload.training.distributed import Ranks, finish_ranks, set_meeting, start_ranks
+from adaptiveload.training.live_step import build_model
+from adaptiveload.training.run import model_geometry, resolve_meet
+from adaptiveload.training.samples import (
+    Made,
+    Wanted,
+    choose_samples,
+    fit_picture,
+    make_samples,
+    on_main,
+    open_codec,
+    open_text_encoder,
+    open_vae,
+    wanted_of_corpus,
+)
 
 # Below this, nobody should expect more than colours and layout.
 _TOY_PARAMETERS = 10e6
 
 
-def load_averaged_model(run_dir: Path, config: RunConfig, device: torch.device) -> tuple[VideoTransformer, int]:
-    """Model with the averaged weights of the run's latest checkpoint, and the steps it was trained for.
+@dataclass(frozen=True)
+class Job:
+    """What to sample, with what, and where the files go."""
 
-    Raises:
-        ValueError: If the run has no checkpoint.
-    """
-    path = latest(run_dir / "checkpoints")
-    if path is None:
-        raise ValueError(f"{run_dir}/checkpoints holds no checkpoint: train first")
-    model = new_transformer(config.model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as meant: one process reads all shards
-        dcp.load({f"ema/{name}": p.detach() for name, p in model.named_parameters()}, checkpoint_id=path, no_dist=True)
-    return model.to(device).eval(), int(read_state(path)["step"])
+    model: VideoTransformer
+    config: RunConfig
+    codec: LatentCodec
+    wanted: list[Wanted]
+    folder: Path
+    title: str
 
 
-def choose_samples(corpus: Corpus, config: RunConfig, count: int) -> list[int]:
-    """Rows of the longest samples of different sources: training and held-out sources by turns."""
-    sources = corpus.source_codes
-    held_out = held_out_mask(corpus.source_names, config.data.held_out_share, config.seed)[sources]
-    longest_first = np.argsort(-corpus.table.num_tokens, kind="stable")
-    chosen: list[int] = []
-    for take_held_out in [False, True] * count:
-        used = set(sources[chosen].tolist())
-        fitting = [i for i in longest_first if sources[i] not in used and held_out[i] == take_held_out]
-        chosen += [int(i) for i in fitting[:1]]
-    return chosen[:count]
+def prepare_run(options: argparse.Namespace, ranks: Ranks) -> Job:
+    """A run's weights, and captions of its data set or new prompts."""
+    config = load_config(options.run / "config.yaml")
+    config = replace(config, precision=options.precision or config.precision)
+    corpus = open_corpus(config.data.all_sources, model_geometry(config.model))
+    codec = open_codec(corpus.info, options.vae_dir, ranks.device, "--vae-dir")
+    count = 1 if options.prompt else options.num_samples
+    rows = choose_samples(corpus, config.data.held_out_share, config.seed, count)
+    wanted = wanted_of_corpus(corpus, rows, options.seed, ranks)
+    if options.prompt:
+        shapes = options.shape or [wanted[0].shape]
 
+        def open_encoder() -> TextEncoder:
+            return open_text_encoder(corpus.info.text_encoder, options.text_encoder_dir, ranks.device)
 
-def sample_run(run_dir: Path, media: Path | None, count: int, steps: int, guidance: float, seed: int) -> Path:
-    """Sample `count` videos of the run in `run_dir`; returns the contact sheet.
-
-    Raises:
-        ValueError: If the run has no checkpoint, or its data set was made with a codec that needs weights.
-    """
-    config = load_config(run_dir / "config.yaml")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    geometry = model_geometry(config.model)
-    corpus = open_corpus(config.data.all_sources, geometry)
-    codec = DctCodec()
-    if corpus.info.codec != codec.name:
-        raise ValueError(f"the run trained on {corpus.info.codec} latents; this script decodes only {codec.name}")
-    reader = corpus.reader()
-    chosen = choose_samples(corpus, config, count)
-    shapes = [corpus.place(i).served for i in chosen]
-    samples = [reader.read(corpus.place(i)) for i in chosen]
-    model, trained_steps = load_averaged_model(run_dir, config, device)
-    latents = euler_sample(
-        model,
-        [tuple(geometry.token_grid(shape)) for shape in shapes],
-        [torch.from_numpy(sample.text) for sample in samples],
-        reader.null_text(),
-        [seed + k for k in range(len(chosen))],
-        num_steps=steps,
-        guidance_scale=guidance,
-        flow=config.objective,
-    )
-    items = {item.source: item for item in find_inputs([media]).items} if media else {}
-    folder = run_dir / "samples"
-    folder.mkdir(exist_ok=True)
-    sheets = []
-    for shape, sample, made in zip(shapes, samples, latents, strict=True):
-        strips = {"codec": codec.decode(sample.latents), "sample": codec.decode(made.numpy())}
-        if sample.source in items:
-            cut = Cut(shape, sample.meta["start_frame"], tuple(sample.meta["box"]))
-            strips = {"clip": cut_frames(items[sample.source], cut, sample.meta["fps"]), **strips}
-        write_mp4(folder / f"{sample.key}.mp4", strips["sample"], sample.meta["fps"])
-        sheets.append((f"{shape}: {sample.caption}", strips))
-    if media and not any("clip" in strips for _, strips in sheets):
-        print(f"{media} holds none of the sources of the data: the sheet has no clips", file=sys.stderr)
+        wanted = on_main(ranks, lambda: wanted_of_prompts(options, shapes, open_encoder(), wanted[0].fps))
+    elif options.shape:
+        wanted = [
+            replace(one, shape=shape, key=f"{one.key}_{shape}", reference=one.reference if shape == one.shape else None)
+            for one in wanted
+            for shape in options.shape
+        ]
+    model = build_model(config, ranks, is_resumed=True)[0]
+    trained_steps = load_weights(model, options.run / "checkpoints", options.weights, ranks)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    title = f"{config.name}: {_minutes(run_dir):.0f} minutes of training, {trained_steps} steps, "
-    title += f"{parameters / 1e6:.1f} M parameters" + (" (a toy)" if parameters < _TOY_PARAMETERS else "")
-    title += f"; averaged weights, {steps} Euler steps, guidance {guidance:g}"
-    path = folder / "contact_sheet.png"
-    contact_sheet(title, sheets).save(path)
+    title = f"{config.name}: {_minutes(options.run):.0f} minutes of training, {trained_steps} steps, "
+    title += f"{parameters / 1e6:.1f} M parameters{' (a toy)' if parameters < _TOY_PARAMETERS else ''}; "
+    title += f"{options.weights} weights"
+    return Job(model, config, codec, wanted, options.output or options.run / "samples", title)
+
+
+def prepare_model(options: argparse.Namespace, ranks: Ranks) -> Job:
+    """A transformer or pipeline folder and new prompts."""
+    for name in ("prompt", "shape", "output"):
+        if not getattr(options, name):
+            raise ValueError(f"--model needs --{name}")
+    precision = options.precision or ("bf16" if ranks.device.type == "cuda" else "fp32")
+    config = RunConfig(precision=precision, model=read_model_config(options.model))
+    codec = open_vae(options.vae_dir or options.model / "vae", ranks.device)
+
+    def prompts() -> list[Wanted]:
+        from adaptiveload.data.wan_encoders import Umt5TextEncoder
+
+        encoder = Umt5TextEncoder(options.text_encoder_dir or options.model, str(ranks.device))
+        if encoder.dim != config.model.text_dim:
+            raise ValueError(
+                f"the text encoder's rows have {encoder.dim} dims, the model takes {config.model.text_dim}"
+            )
+        return wanted_of_prompts(options, options.shape, encoder, fps=16.0)
+
+    wanted = on_main(ranks, prompts)
+    model = build_model(config, ranks)[0]
+    return Job(model, config, codec, wanted, options.output, str(options.model))
+
+
+def wanted_of_prompts(
+    options: argparse.Namespace, shapes: Sequence[Shape], encoder: TextEncoder, fps: float
+) -> list[Wanted]:
+    """Each prompt in each shape."""
+    *texts, negative = map(torch.from_numpy, encoder.encode([*options.prompt, options.negative_prompt]))
+    return [
+        Wanted(f"prompt{number:02d}_{shape}", shape, prompt, text, negative, options.seed + number, fps)
+        for number, (prompt, text) in enumerate(zip(options.prompt, texts, strict=True))
+        for shape in shapes
+    ]
+
+
+def give_first_frame(wanted: list[Wanted], first_frame: str, codec: LatentCodec) -> list[Wanted]:
+    """`wanted` with the first latent frame given: of the sample itself ("data"), or of a picture, cut to each shape."""
+    if any(one.shape.frames == 1 for one in wanted):
+        raise ValueError("--first-frame: of a sample of one frame nothing would be left to make")
+    if first_frame == "data":
+        if any(one.reference is None for one in wanted):
+            raise ValueError("--first-frame data: only captions of the data set in their own shapes have one")
+        return [replace(one, first_frame=one.reference[:, :1]) for one in wanted if one.reference is not None]
+    try:
+        picture = read_picture(Path(first_frame))
+    except MediaError as error:
+        raise ValueError(f"--first-frame {first_frame}: {error}") from error
+    frames = {one.shape: fit_picture(picture, one.shape) for one in wanted}
+    given = {shape: torch.from_numpy(codec.encode(frame)) for shape, frame in frames.items()}
+    return [replace(one, first_frame=given[one.shape]) for one in wanted]
+
+
+def sample(options: argparse.Namespace, ranks: Ranks) -> Path:
+    """Sample what the options ask for; returns the contact sheet. Collective.
+
+    Raises:
+        ValueError: For anything that the user can get wrong.
+    """
+    sampler = SamplerConfig(options.scheduler, options.steps, options.guidance, options.shift)
+    job = prepare_run(options, ranks) if options.run else prepare_model(options, ranks)
+    geometry = model_geometry(job.config.model)
+    wanted = give_first_frame(job.wanted, options.first_frame, job.codec) if options.first_frame else job.wanted
+    if options.fps:
+        wanted = [replace(one, fps=options.fps) for one in wanted]
+    for one in wanted:
+        geometry.check(one.shape, "--shape")
+        if len(one.text) > job.config.model.text_len:
+            raise ValueError(f"{one.caption!r}: {len(one.text)} text rows, model.text_len={job.config.model.text_len}")
+    # Where the gathered weights fit, gather them once and not in every step.
+    gpu = resolve_gpu(job.config.cost, ranks.device)
+    set_meeting(job.model, meet=resolve_meet(job.config, gpu, ranks.device), is_last=True)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    limit = job.config.schedule.memory_limit_tokens or 0  # 0: one at a time
+    made = make_samples(
+        job.model, wanted, sampler, job.config.objective, job.codec, geometry, ranks, limit, job.folder.joinpath
+    )
+    path = job.folder / "contact_sheet.png"
+    if ranks.is_main and made:
+        shift = "" if options.shift is None else f", shift {options.shift:g}"
+        title = f"{job.title}, {options.steps} {options.scheduler} steps, guidance {options.guidance:g}{shift}"
+        clips = media_clips(options.media, made) if options.media else [{}] * len(made)
+        sheets = [(one.heading, clip | one.strips) for one, clip in zip(made, clips, strict=True)]
+        contact_sheet(title, sheets).save(path)
     return path
 
 
+def media_clips(media: Path, made: Sequence[Made]) -> list[dict]:
+    """For each sample the strip of the clip that its caption is of, cut as for training, where `media` has it."""
+    items = {item.source: item for item in find_inputs([media]).items}
+    clips = []
+    for one in made:
+        meta, clip = one.wanted.meta, {}
+        if one.wanted.reference is not None and one.wanted.source in items:
+            cut = Cut(one.wanted.shape, meta["start_frame"], tuple(meta["box"]))
+            clip["clip"] = shown_frames(cut_frames(items[one.wanted.source], cut, meta["fps"]))
+        clips.append(clip)
+    if not any(clips):
+        print(f"{media} holds none of the sources of the data: the sheet has no clips", file=sys.stderr)
+    return clips
+
+
 def _minutes(run_dir: Path) -> float:
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    path = run_dir / "metrics.jsonl"
+    rows = map(json.loads, path.read_text().splitlines() if path.is_file() else [])
     return sum(row.get("perf/step_s", 0) for row in rows) / 60
 
 
-def main() -> None:
+def parse_shape(text: str) -> Shape:
+    """FxHxW."""
+    try:
+        return Shape(*map(int, text.lower().split("x")))
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not FRAMESxHEIGHTxWIDTH, for example 81x480x832") from None
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line of the sampler."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="folder of the run, for example runs/quickstart")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--run", type=Path, help="folder of a run, for example runs/quickstart")
+    what.add_argument("--model", type=Path, help="diffusers folder of a transformer or of a pipeline")
+    parser.add_argument("--weights", choices=["averaged", "last"], default="averaged", help="of the run's checkpoint")
     parser.add_argument("--media", type=Path, help="the media that the dataset was prepared from, to show the clips")
-    parser.add_argument("--num-samples", type=int, default=4, help="samples (default 4)")
-    parser.add_argument("--steps", type=int, default=30, help="Euler steps (default 30)")
+    parser.add_argument("--num-samples", type=int, default=4, help="captions of the data set (default 4)")
+    parser.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="new prompts, each in each shape")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="new prompts, one a line")
+    parser.add_argument("--negative-prompt", default="", help="what guidance moves away from (default: the empty one)")
+    parser.add_argument("--shape", nargs="+", type=parse_shape, metavar="FxHxW", help="frames, height, width in pixels")
+    parser.add_argument("--first-frame", metavar="FILE|data", help="image-to-video: a picture, or the sample's own")
+    parser.add_argument("--text-encoder-dir", type=Path, help="Wan 2.1 folder with tokenizer/ and text_encoder/")
+    parser.add_argument("--vae-dir", type=Path, help="folder of the VAE, where latents are wan_vae's")
+    parser.add_argument("--scheduler", choices=SCHEDULERS, default="unipc", help="solver (default unipc)")
+    parser.add_argument("--steps", type=int, default=30, help="model evaluations of a sample (default 30)")
     parser.add_argument("--guidance", type=float, default=3.0, help="guidance scale; 1 is none (default 3)")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial noise (default 0)")
-    options = parser.parse_args()
+    parser.add_argument("--shift", type=float, help="of the noise schedule (default: that of training, by length)")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    parser.add_argument("--fps", type=float, help="of the files (default: that of the data, or 16)")
+    parser.add_argument("--precision", choices=["bf16", "fp32"], help="default: the run's; for --model bf16 on a GPU")
+    parser.add_argument("--output", type=Path, help="folder of the files (default: RUN/samples)")
+    options = parser.parse_args(argv)
+    if options.prompts is not None:
+        options.prompt += [line.strip() for line in options.prompts.read_text().splitlines() if line.strip()]
+    if options.num_samples < 1:
+        parser.error(f"--num-samples {options.num_samples}: must be at least 1")
+    if options.negative_prompt and not options.prompt:
+        parser.error("--negative-prompt goes with new prompts; captions of the data set have the stored null text")
+    return options
+
+
+def main() -> None:
+    """Sample, on one process or on those of a launch."""
+    options = parse_args()
     try:
-        path = sample_run(
-            options.run, options.media, options.num_samples, options.steps, options.guidance, options.seed
-        )
-        print(f"samples: {path}")
-    except ValueError as error:
+        ranks = start_ranks()
+        path = sample(options, ranks)
+    except (ValueError, RuntimeError) as error:
         sys.exit(f"sample: {error}")
+    if ranks.is_main:
+        print(f"samples: {path}")
+    finish_ranks(ranks)
 
 
 if __name__ == "__main__":

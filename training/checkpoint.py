@@ -28,7 +28,7 @@ class CheckpointConfig:
     """When to save and where to resume from.
 
     Attributes:
-        every_steps: Steps between saves; the last step is always saved.
+        every_steps: Steps between saves; the last step is always saved. 0 saves nothing: such a run leaves figures.
         keep: Newest checkpoints kept.
         resume: "auto" goes on from the run's own latest checkpoint if there is one; "never" refuses a folder that
             has one; else the path of a checkpoint to begin from while the run has none of its own.
@@ -40,10 +40,14 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raise ValueError for a value outside its range, naming the key."""
-        if self.every_steps < 1 or self.keep < 1:
+        if self.every_steps < 0 or self.keep < 1:
             raise ValueError(
-                f"checkpoint.every_steps={self.every_steps}, checkpoint.keep={self.keep}: both must be at least 1"
+                f"checkpoint.every_steps={self.every_steps}, checkpoint.keep={self.keep} must be at least 0 and 1"
             )
+
+    def is_due(self, steps_done: int, max_steps: int) -> bool:
+        """Whether to save after so many steps of `max_steps`."""
+        return self.every_steps > 0 and (steps_done == max_steps or steps_done % self.every_steps == 0)
 
 
 class Checkpointer:
@@ -152,6 +156,31 @@ class Checkpointer:
                 moments |= {key: torch.zeros_like(parameter) for key in _MOMENTS}
             tensors |= {f"optimizer/{name}/{key}": moments[key] for key in (*_MOMENTS, "step")}
         return tensors
+
+
+def load_weights(model: nn.Module, folder: Path, weights: str, ranks: Ranks) -> int:
+    """Fill `model` from the newest checkpoint in `folder`, each rank its shards; returns the steps it was trained for.
+
+    Args:
+        model: Sharded, as a resumed run has it.
+        folder: The run's `checkpoints` folder.
+        weights: "averaged" or "last".
+        ranks: All of them, together.
+
+    Raises:
+        ValueError: If there is no checkpoint, or it cannot be loaded.
+    """
+    path = latest(folder)
+    if path is None:
+        raise ValueError(f"{folder} holds no checkpoint: train first")
+    kind = {"averaged": "ema", "last": "model"}[weights]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tensors = {f"{kind}/{name}": parameter.detach() for name, parameter in trained.items()}
+    try:
+        dcp.load(tensors, checkpoint_id=path, process_group=ranks.host_group)
+    except CheckpointException as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from error
+    return int(read_state(path)["step"])
 
 
 def latest(folder: Path) -> Path | None:

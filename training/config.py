@@ -24,6 +24,7 @@ from adaptiveload.training.ema import EmaConfig
 from adaptiveload.training.evaluation import EvaluationConfig
 from adaptiveload.training.feed import DataConfig
 from adaptiveload.training.optimizer import OptimizerConfig
+from adaptiveload.training.previews import PreviewConfig
 from adaptiveload.training.tracker import TrackingConfig
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
@@ -54,6 +55,7 @@ class RunConfig:
     ema: EmaConfig = field(default_factory=EmaConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    previews: PreviewConfig = field(default_factory=PreviewConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
@@ -67,6 +69,7 @@ class RunConfig:
             raise ValueError(
                 f"precision={self.precision!r}: use bf16 or fp32 (quote it in YAML: an unquoted no/off is a bool)"
             )
+        self.previews.check()
         if self.max_steps < 1:
             raise ValueError(f"max_steps={self.max_steps} must be at least 1")
         if not self.name or "/" in self.name:

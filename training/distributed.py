@@ -59,6 +59,12 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
+    def broadcast_object(self, value: Any) -> Any:
+        """`value` of rank 0, on every rank; what the others give is not looked at."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host_group)
+        return values[0]
+
     def seconds_until(self, end: float) -> float:
         """Seconds until `end` of `time.monotonic()`, by rank 0's clock, so that all ranks decide alike."""
         return float(self.gather(torch.tensor([end - time.monotonic()], dtype=torch.float64))[0])

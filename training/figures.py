@@ -18,6 +18,8 @@ from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
 Record = dict[str, Any]
 _COLORS = mpl.colormaps["viridis"]
+# Curves that lie on each other can still be told apart.
+_STYLES = ("-", "--", "-.", ":")
 
 
 def shape_mix_figure(counts: dict[Shape, int], geometry: LatentGeometry) -> Figure:
@@ -134,6 +136,25 @@ def loss_figure(metrics: Sequence[Record]) -> Figure:
     axes.set_xlabel("step")
     axes.set_title("Loss")
     axes.legend()
+    return figure
+
+
+def loss_curves_figure(steps: np.ndarray, curves: dict[str, np.ndarray], window: int, title: str) -> Figure:
+    """Losses of several runs, means over `window` steps in bold, and their difference to the first run's below."""
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(9, 6), sharex=True, layout="constrained", gridspec_kw={"height_ratios": [3, 2]}
+    )
+    first = next(iter(curves.values()))
+    for number, (name, losses) in enumerate(curves.items()):
+        color = mpl.colormaps["tab10"](number)
+        smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+        above.plot(steps, losses, color=color, alpha=0.25, linewidth=1)
+        above.plot(steps[window - 1 :], smooth, color=color, linewidth=2, linestyle=_STYLES[number % 4], label=name)
+        below.plot(steps, (losses / first - 1) * 100, color=color, linewidth=1, linestyle=_STYLES[number % 4])
+    above.set_title(f"{title} (bold: mean of {window} steps)")
+    above.legend()
+    below.set_ylabel("difference to the first, %")
+    below.set_xlabel("step")
     return figure
 
 

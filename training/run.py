@@ -28,6 +28,7 @@ from adaptiveload.training.evaluation import HeldOut
 from adaptiveload.training.feed import MicroBatchDataset, PlannedFeed
 from adaptiveload.training.ledger import Ledger
 from adaptiveload.training.live_step import build_model
+from adaptiveload.training.previews import Previews
 from adaptiveload.training.step_timer import StepTimer
 from adaptiveload.training.stream import StreamFeed, check_stream_config
 from adaptiveload.training.tracker import Tracker
@@ -105,6 +106,7 @@ class Run:
     timer: StepTimer
     checkpointer: Checkpointer
     held_out: HeldOut | None
+    previews: Previews | None
     feed: PlannedFeed | StreamFeed
     adaptation: Adaptation | None
     ledger: Ledger
@@ -277,6 +279,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         timer=timer,
         checkpointer=checkpointer,
         held_out=held_out,
+        previews=build_previews(config, ranks, schedule),
         feed=feed,
         adaptation=adaptation,
         ledger=ledger,
@@ -318,6 +321,25 @@ def planned_feeds(config: RunConfig, ranks: Ranks, schedule: Schedule, first_ste
         pin_memory=ranks.device.type == "cuda",
     )
     return feed, held_out
+
+
+def build_previews(config: RunConfig, ranks: Ranks, schedule: Schedule | StreamSchedule) -> Previews | None:
+    """What makes the run's previews, if it has any. Raises ValueError where they cannot be made."""
+    if not config.previews.every_steps:
+        return None
+    if isinstance(schedule, StreamSchedule):
+        raise ValueError("previews.every_steps: previews need data.mode=index, they sample captions of the index")
+    return Previews(
+        config.previews,
+        config.objective,
+        schedule.corpus,
+        config.data.held_out_share,
+        config.seed,
+        model_geometry(config.model),
+        ranks,
+        limit_of(schedule.settings),
+        config.run_dir,
+    )
 
 
 def build_stream_schedule(config: RunConfig, device: torch.device) -> StreamSchedule:

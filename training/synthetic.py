@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from adaptiveload.models.attention import AttentionBatch, attention_batches, packed_attention
+from adaptiveload.models.attention import JOINT_PLANS, AttentionBatch, attention_batches, packed_attention
 from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.mmdit import MMDiTConfig
 from adaptiveload.models.packing import PackedBatch, PackedSample, filler_sample, pack
@@ -52,6 +52,8 @@ def warm_up_attention(
         rows = (call.batch_size * call.query_len, call.batch_size * call.key_len, call.batch_size * call.key_len)
         tensors = [torch.randn(n, *heads, device=device, dtype=dtype, requires_grad=True) for n in rows]
         packed_attention(*tensors, [call]).sum().backward()
+        if joined:
+            JOINT_PLANS.add(call)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return len(calls)

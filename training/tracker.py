@@ -9,6 +9,7 @@ import math
 import netrc
 import os
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,7 @@ class Tracker:
         """Write the figures of `step`, keys as in docs/metrics.md."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         _write_line(self._metrics, {"step": step, **finite})
-        if self._wandb is not None:
-            try:
-                self._wandb.log(metrics, step=step)
-            except Exception as error:  # whatever wandb raises, the run is worth more
-                self.message(f"wandb failed and is off from here: {error}")
-                self._wandb = None
+        self._to_wandb(step, lambda: metrics)
         if "train/loss" in metrics:
             self._bar.update(step + 1 - self._bar.n)
             shown = {"loss": "train/loss", "cv": "imbalance/step_time_cv", "tok/s": "perf/tokens_per_s"}
@@ -79,6 +75,26 @@ class Tracker:
     def log_schedule(self, record: dict[str, Any]) -> None:
         """Write what each rank did in each slot of a step; scripts.report draws it."""
         _write_line(self._schedule, record)
+
+    def log_previews(self, step: int, sheet: Path, files: Sequence[Path]) -> None:
+        """Show wandb a contact sheet and the clips on it; the run's folder has them already."""
+
+        def media() -> dict[str, Any]:
+            import wandb
+
+            clips = [wandb.Video(str(path), format="mp4") for path in files if path.suffix == ".mp4"]
+            return {"previews/sheet": wandb.Image(str(sheet)), **({"previews/clips": clips} if clips else {})}
+
+        self._to_wandb(step, media)
+
+    def _to_wandb(self, step: int, content: Callable[[], dict[str, Any]]) -> None:
+        if self._wandb is None:
+            return
+        try:
+            self._wandb.log(content(), step=step)
+        except Exception as error:  # whatever wandb raises, the run is worth more
+            self.message(f"wandb failed and is off from here: {error}")
+            self._wandb = None
 
     def message(self, text: str) -> None:
         """Print a line without tearing the progress bar."""

@@ -53,3 +53,22 @@ def test_two_gpus_train_the_same_run(run_config: Path, on_cpu: np.ndarray, meet:
         pytest.skip("needs two GPUs")
     rows = rows_of(run_config, f"gpus-{meet}", f"schedule.meet={meet}", ranks=2, on_gpu=True)
     np.testing.assert_allclose(losses(rows), on_cpu, rtol=1e-3)
+
+
+@pytest.mark.parametrize("config", ["mmdit_1_4b", "wan_1_3b"])
+def test_each_norm_of_a_step_is_one_launch(config: str) -> None:
+    """Of the CUDA kernels, in a profile of a step of the mixed corpus on two GPUs; four blocks of full width."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    overrides = ("model.num_layers=4", "schedule.samples_per_step=16", "optimizer.warmup_steps=0")
+    script = "tests/end_to_end/profiled_launches.py"
+    result = launch(
+        "configs/mixes/mixed.yaml", f"configs/{config}.yaml", *overrides, ranks=2, script=script, on_gpu=True
+    )
+    rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert [row["rank"] for row in rows] == [0, 1]
+    for row in rows:
+        assert row["kernels"] == "cuda"
+        assert row["calls"] == row["sites"]
+        assert {kind: row["launches"][kind] for kind in ("forward", "backward")} == row["sites"]
+        assert row["launches"]["finish"] == row["sites"]["backward"], "column sums of the modulation's gradients"

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from adaptiveload.models.attention import AttentionBatch, attention_batches, packed_attention
+from adaptiveload.models.attention import (
+    AttentionBatch,
+    JointPlans,
+    VarlenBatch,
+    attention_batches,
+    joint_attention_calls,
+    packed_attention,
+)
 
 
 def offsets(lengths) -> torch.Tensor:
@@ -42,6 +49,48 @@ def test_forward_and_gradients_equal_plain_attention(lengths, key_len):
     grads = torch.autograd.grad(actual, tensors, weights)
     for grad, expected_grad in zip(grads, torch.autograd.grad(expected, tensors, weights), strict=True):
         torch.testing.assert_close(grad, expected_grad, rtol=0, atol=1e-12)
+
+
+def test_joint_lengths_that_come_again_are_planned_while_there_is_room():
+    plans, cpu = JointPlans(max_plans=2), torch.device("cpu")
+
+    def calls(*lengths: int) -> list:
+        split = plans.split(attention_batches(offsets(lengths)), cpu)
+        assert sum(call.num_queries for call in split) == sum(call.num_keys for call in split) == sum(lengths)
+        return [call if isinstance(call, AttentionBatch) else call.offsets.tolist() for call in split]
+
+    assert calls(5, 5, 5, 7) == [[0, 5, 10, 15, 22]]
+    # Both of 5's calls are known now; 6 is new.
+    assert calls(5, 5, 5, 6, 7) == [AttentionBatch(2, 5, 5), AttentionBatch(1, 5, 5), [0, 6, 13]]
+    assert calls(6, 7) == [[0, 6, 13]], "no room"
+    plans.add(AttentionBatch(1, 7, 7))
+    assert calls(6, 7, 8) == [[0, 6], AttentionBatch(1, 7, 7), [0, 8]]
+
+
+def test_without_a_gpu_every_joint_call_is_dense():
+    lengths = offsets([3, 3, 4])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert joint_attention_calls(lengths, torch.device("cpu"), dtype) == attention_batches(lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_variable_length_calls_on_cuda_equal_plain_attention():
+    lengths, generator = [64] * 3 + [77, 200], torch.Generator("cuda").manual_seed(0)
+    sizes = (sum(lengths), 4, 128)
+    tensors = [torch.randn(sizes, device="cuda", generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    plans = JointPlans(max_plans=1)
+    for _ in range(2):
+        calls = joint_attention_calls(offsets(lengths), torch.device("cuda"), torch.bfloat16, plans)
+    assert [isinstance(call, VarlenBatch) for call in calls] == [False, True], "the first planned, the rest in one"
+    actual = packed_attention(*tensors, calls)
+    expected = plain_attention(*(tensor.float() for tensor in tensors), lengths, lengths)
+    # As below; gradients are sums of hundreds of such terms, of size 0.2.
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=4e-3)
+    weights = torch.randn(actual.shape, device="cuda", generator=generator)
+    grads = torch.autograd.grad(actual, tensors, weights.bfloat16())
+    for grad, wanted in zip(grads, torch.autograd.grad(expected, tensors, weights), strict=True):
+        assert ((grad.float() - wanted.float()).norm() / wanted.float().norm()) < 1e-2
 
 
 @pytest.mark.gpu
