@@ -104,6 +104,8 @@ def prepare_model(options: argparse.Namespace, ranks: Ranks) -> Job:
     precision = options.precision or ("bf16" if ranks.device.type == "cuda" else "fp32")
     config = RunConfig(precision=precision, model=read_model_config(options.model))
     codec = open_vae(options.vae_dir or options.model / "vae", ranks.device)
+    if codec.geometry != (geometry := model_geometry(config.model)):
+        raise ValueError(f"the VAE has latents of {codec.geometry}, the model takes {geometry}")
 
     def prompts() -> list[Wanted]:
         from adaptiveload.data.wan_encoders import Umt5TextEncoder
