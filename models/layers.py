@@ -19,11 +19,6 @@ from adaptiveload.models.attention import AttentionBatch, packed_attention
 from adaptiveload.models.packing import Grid
 
 
-def linear_fp32(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """`linear(x)` in float32, whatever the dtype of `x` and of the weights."""
-    return F.linear(x.float(), linear.weight.float(), linear.bias.float())
-
-
 class Block(nn.Module):
     """A transformer block whose activations may be computed again in backward instead of being kept."""
 
@@ -44,7 +39,7 @@ class LinearFp32(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to float32 [..., out_features]."""
-        return linear_fp32(x, self)
+        return F.linear(x.float(), self.weight.float(), self.bias.float())
 
 
 def sinusoid(timestep: torch.Tensor, dim: int) -> torch.Tensor:
@@ -74,8 +69,8 @@ class TimeEmbedder(nn.Module):
     def __init__(self, freq_dim: int, hidden_size: int):
         super().__init__()
         self.freq_dim = freq_dim
-        self.linear_1 = nn.Linear(freq_dim, hidden_size)
-        self.linear_2 = nn.Linear(hidden_size, hidden_size)
+        self.linear_1 = LinearFp32(freq_dim, hidden_size)
+        self.linear_2 = LinearFp32(hidden_size, hidden_size)
 
     def forward(self, timestep: torch.Tensor) -> torch.Tensor:
         """Timesteps [G] in [0, 1000], float32, as embeddings [G, D], float32.
@@ -85,16 +80,7 @@ class TimeEmbedder(nn.Module):
         """
         if timestep.dtype != torch.float32:
             raise TypeError(f"timesteps must reach the model as float32, got {timestep.dtype}")
-        hidden = F.silu(linear_fp32(sinusoid(timestep, self.freq_dim), self.linear_1))
-        return linear_fp32(hidden, self.linear_2)
-
-
-class TimeProjection(nn.Linear):
-    """Time embedding to the modulation that all blocks share, in float32."""
-
-    def forward(self, embedding: torch.Tensor) -> torch.Tensor:
-        """Embeddings [G, D] as [G, 6 * D], float32."""
-        return linear_fp32(F.silu(embedding), self)
+        return self.linear_2(F.silu(self.linear_1(sinusoid(timestep, self.freq_dim))))
 
 
 class TextEmbedder(nn.Module):

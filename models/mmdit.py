@@ -23,7 +23,8 @@ from adaptiveload.kernels.adaln import adaln
 from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
 from adaptiveload.models.attention import AttentionBatch, attention_batches, packed_attention
 from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
-from adaptiveload.models.layers import Block, FeedForward, LinearFp32, TimeEmbedder, linear_fp32
+from adaptiveload.models.layers import Block, FeedForward, LinearFp32, TimeEmbedder
+from adaptiveload.models.lora import own_parameters
 from adaptiveload.models.packing import PackedBatch, to_device
 from adaptiveload.models.rope import joint_rotary_tables
 from adaptiveload.models.sharded import draw_whole
@@ -265,11 +266,11 @@ class HeadModulation(nn.Module):
 
     def __init__(self, hidden_size: int):
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 2 * hidden_size)
+        self.linear = LinearFp32(hidden_size, 2 * hidden_size)
 
     def forward(self, embedding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and shift, float32 [G, D] each, from SiLU of the embedding [G, D]."""
-        rows = linear_fp32(embedding, self.linear).unflatten(1, (2, -1))
+        rows = self.linear(embedding).unflatten(1, (2, -1))
         return rows[:, 0].clone(), rows[:, 1].clone()
 
 
@@ -317,8 +318,8 @@ class VideoMMDiT(nn.Module):
             nn.init.xavier_uniform_(weight)
 
     def diffusers_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by their names in diffusers."""
-        return dict(self.named_parameters())
+        """The parameters by their names in diffusers; those of adapters are left out."""
+        return own_parameters(self)
 
     def fsdp_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """What `fully_shard` should wrap before the whole model, as `WanTransformer.fsdp_units`."""

@@ -298,7 +298,7 @@ def measure(scan: Scan, point: Point, level: str, repeats: int, *parts: Any) -> 
         scale, is_last = 1 / (num * point.batch_size), run_number == num - 1
         run_micro_batch(model, timer, batch, scale=scale, meet=scan.meet, is_last=is_last, recompute=level)
     reshard(model)
-    clip_gradients(model, scan.config.optimizer.max_grad_norm)
+    clip_gradients(optimizer, scan.config.optimizer.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     busy_s = timer.busy_s()

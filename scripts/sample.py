@@ -8,12 +8,10 @@ Runs on one process, with a GPU if there is one. Files go to RUN/samples.
 import argparse
 import json
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 
 from adaptiveload.data.corpus import Corpus, open_corpus
 from adaptiveload.data.cuts import Cut
@@ -24,10 +22,10 @@ from adaptiveload.data.video import write_mp4
 from adaptiveload.models.architectures import VideoTransformer, new_transformer
 from adaptiveload.models.sampling import euler_sample
 from adaptiveload.scheduling.order import held_out_mask
-from adaptiveload.training.checkpoint import latest, read_state
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.contact_sheet import contact_sheet
 from adaptiveload.training.run import model_geometry
+from adaptiveload.training.trained_weights import TrainedWeights
 
 # Below this, nobody should expect more than colours and layout.
 _TOY_PARAMETERS = 10e6
@@ -39,14 +37,11 @@ def load_averaged_model(run_dir: Path, config: RunConfig, device: torch.device) 
     Raises:
         ValueError: If the run has no checkpoint.
     """
-    path = latest(run_dir / "checkpoints")
-    if path is None:
-        raise ValueError(f"{run_dir}/checkpoints holds no checkpoint: train first")
+    weights = TrainedWeights(run_dir, config, averaged=True)
     model = new_transformer(config.model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as meant: one process reads all shards
-        dcp.load({f"ema/{name}": p.detach() for name, p in model.named_parameters()}, checkpoint_id=path, no_dist=True)
-    return model.to(device).eval(), int(read_state(path)["step"])
+    for name, parameter in model.diffusers_parameters().items():
+        parameter.detach().copy_(weights.read([name])[name])
+    return model.to(device).eval(), weights.step
 
 
 def choose_samples(corpus: Corpus, config: RunConfig, count: int) -> list[int]:

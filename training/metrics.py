@@ -68,9 +68,9 @@ def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> 
 
 
 def step_metrics(
-    plan: StepPlan, measured: StepMeasurement, table: SampleTable, dims: ModelDims, device_name: str
+    plan: StepPlan, measured: StepMeasurement, table: SampleTable, dims: ModelDims | None, device_name: str
 ) -> dict[str, float]:
-    """Figures of one step by metric key."""
+    """Figures of one step by metric key; MFU only with `dims` and on a device whose peak is known."""
     step_s = float(measured.step_s.max())
     tokens = int(table.num_tokens[plan.sample_ids].sum())
     busy_by_rank = measured.busy_s.sum(0)
@@ -93,7 +93,7 @@ def step_metrics(
         "batch/num_slots": plan.num_slots,
     }
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
-    if peak is not None:
+    if peak is not None and dims is not None:
         pairs = zip(table.num_tokens[plan.sample_ids], table.text_len[plan.sample_ids], strict=True)
         flops = sum(dims.train_flops(int(tokens), int(text)) for tokens, text in pairs)
         metrics["perf/mfu"] = flops / step_s / len(measured.step_s) / peak

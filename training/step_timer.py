@@ -64,8 +64,12 @@ class StepTimer:
         event.record()
         return event
 
-    def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = _differentiable((args, kwargs))
+        if not inputs and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            # The first block with trained weights, behind frozen ones: nothing would tell the end of its backward. Its
+            # first input gets a gradient that nobody reads, which costs a block's worth of it.
+            inputs = [next(leaf for leaf in tree_leaves((args, kwargs)) if _is_floating(leaf)).requires_grad_()]
         if inputs:
             # Fires once all gradients of the block's inputs are there, before FSDP's reduce, which waits upstream.
             register_multi_grad_hook(inputs, lambda _gradients: self.end(), mode="all")
@@ -78,6 +82,10 @@ class StepTimer:
         outputs = _differentiable(output)
         if outputs:
             register_multi_grad_hook(outputs, lambda _gradient: self.begin(), mode="any")
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _differentiable(tree: Any) -> list[Tensor]:
