@@ -58,6 +58,7 @@ def train(run: Run) -> None:
             memory_peak_gib=run.ranks.take_memory_peak_gib(),
             num_lost=num_lost,
             busy_s=busy_s,
+            compile_s=run.timer.compile_s(),
         )
         measured = gather_measurements(run.ranks, plan, mine)
         gradient = {f"train/grad_norm_{name}": norm for name, norm in group_norms.items()}
@@ -125,6 +126,11 @@ def write_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[
     # FLOPs of a partly frozen model are not known.
     dims = None if run.config.has_frozen_parts else model_dims(run.config.model)
     metrics = step_metrics(plan, measured, table, dims, device_name(run.ranks.device))
+    if run.timer.compile_watch is not None:
+        metrics |= {"perf/compile_s": measured.compile_s, "perf/num_compiled": run.timer.compile_watch.count}
+        if measured.compile_s:
+            so_far = f"{run.timer.compile_watch.count} compilations on rank 0 so far"
+            run.tracker.message(f"step {plan.step}: torch.compile took {measured.compile_s:.1f} s, {so_far}")
     run.tracker.log(plan.step, metrics | extra)
     if plan.step % run.config.tracking.schedule_every_steps == 0:
         run.tracker.log_schedule(schedule_record(plan, measured, table))

@@ -8,6 +8,7 @@ Legend: `B` samples of one length, `S` tokens of one sample, `N` = sum of S, `H`
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,21 @@ class AttentionBatch(NamedTuple):
     batch_size: int
     query_len: int
     key_len: int
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The dense calls of a micro-batch, in a shell that `torch.compile` does not look into.
+
+    It would compile anew for every length of a bare list.
+    """
+
+    batches: list[AttentionBatch]
+
+    @torch.compiler.disable
+    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """See `packed_attention`."""
+        return packed_attention(query, key, value, self.batches)
 
 
 def attention_batches(seq_offsets: torch.Tensor, key_len: int | None = None) -> list[AttentionBatch]:

@@ -7,7 +7,7 @@ Legend: `N` tokens of all samples side by side, `M` keys of all samples, `D` hid
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -15,12 +15,21 @@ from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own 
 from torch.utils.checkpoint import checkpoint
 
 from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
-from adaptiveload.models.attention import AttentionBatch, packed_attention
+from adaptiveload.models.attention import AttentionPlan
 from adaptiveload.models.packing import Grid
+
+# First, last or other block, one segment or more, with and without recomputation: 12, and room for what dtypes add.
+_MOST_VARIANTS = 32
 
 
 class Block(nn.Module):
-    """A transformer block whose activations may be computed again in backward instead of being kept."""
+    """A transformer block whose activations may be computed again in backward instead of being kept.
+
+    Attributes:
+        compiled: What training runs in place of `_forward`, see `compile_blocks`.
+    """
+
+    compiled: Callable | None = None
 
     def forward(self, *inputs, recompute: str) -> tuple[torch.Tensor | None, ...]:
         """As `_forward`; with `recompute` "full" only the inputs are kept for backward.
@@ -28,10 +37,31 @@ class Block(nn.Module):
         Checkpointing happens in here, inside what FSDP shards: a block's weights are gathered once for recomputation
         and backward.
         """
+        # Evaluation and sampling would be compiled once more, for little.
+        compute = self.compiled if self.compiled is not None and torch.is_grad_enabled() else self._forward
         if recompute == "full":
             # Nothing here is random.
-            return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(*inputs)
+            return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return compute(*inputs)
+
+
+def compile_blocks(blocks: Iterable[Block], backend: str = "inductor") -> None:
+    """Have training run `blocks` through `torch.compile`, attention apart, which stays as it is.
+
+    One compilation serves all blocks and all lengths; further ones are for the first and the last block, a single
+    segment, and recomputation. The hooks of FSDP and of the timer lie outside. With
+    inductor's fusion of reductions off: on torch 2.10 to 2.14 it gives wrong gradients for chained modulated norms
+    (pytorch#193061), and no environment variable can bring it back here.
+
+    Args:
+        blocks: Of one model; before or after sharding.
+        backend: Of `torch.compile`.
+    """
+    options = {"triton.mix_order_reduction": False} if backend == "inductor" else None
+    # Variants of one block, not shapes; beyond it a block would run uncompiled, and torch would warn.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    for block in blocks:
+        block.compiled = torch.compile(block._forward, dynamic=True, backend=backend, options=options)
 
 
 class LinearFp32(nn.Linear):
@@ -114,7 +144,7 @@ class Attention(nn.Module):
         self,
         x: torch.Tensor,
         context: torch.Tensor,
-        batches: Sequence[AttentionBatch],
+        attention: AttentionPlan,
         rotary: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend from x [N, D] to context [M, D], sample by sample; `rotary` [N, hd / 2] turns queries and keys."""
@@ -123,7 +153,7 @@ class Attention(nn.Module):
             for tensor in (self.to_q(x), self.to_k(context), self.to_v(context))
         )
         query, key = qk_norm_rope(query, key, self.norm_q.weight, self.norm_k.weight, rotary, self.norm_q.eps)
-        return self.to_out[0](packed_attention(query, key, value, batches))  # [N, D]
+        return self.to_out[0](attention.run(query, key, value))  # [N, D]
 
 
 class FeedForward(nn.Module):

@@ -129,6 +129,14 @@ class JointLayout:
         pairs = zip(text.split(self.lengths[::2]), image.split(self.lengths[1::2]), strict=True)
         return torch.cat([piece for pair in pairs for piece in pair])
 
+    @torch.compiler.disable  # it would compile anew for every number of samples
+    def attend(
+        self, text: tuple[torch.Tensor, ...], image: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text [M, D] and image [N, D] after joint attention, from query, key and value of either, [.., H, hd]."""
+        joint = (self.join(*pair) for pair in zip(text, image, strict=True))
+        return self.part(packed_attention(*joint, self.attention))
+
     def part(self, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inverse of `join`."""
         pieces = joint.split(self.lengths)
@@ -177,9 +185,7 @@ class JointAttention(nn.Module):
         text_query, text_key = qk_norm_rope(
             text_query, text_key, self.norm_added_q.weight, self.norm_added_k.weight, text_rotary, self.eps
         )
-        pairs = ((text_query, query), (text_key, key), (text_value, value))
-        joint = packed_attention(*(layout.join(*pair) for pair in pairs), layout.attention)  # [M + N, D]
-        text, image = layout.part(joint)
+        text, image = layout.attend((text_query, text_key, text_value), (query, key, value))
         return self.to_out[0](image), self.to_add_out(text) if self.feeds_text else None
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:

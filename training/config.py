@@ -39,6 +39,7 @@ class RunConfig:
         seed: Of the initial weights, the data order, noise, timesteps and caption dropout.
         max_steps: Optimizer steps.
         precision: "bf16" computes matmuls and attention in bf16 over fp32 master weights; "fp32" computes all in fp32.
+        compile: Run the blocks through torch.compile in training.
     """
 
     name: str = "run"
@@ -46,6 +47,7 @@ class RunConfig:
     seed: int = 0
     max_steps: int = 1000
     precision: str = "bf16"
+    compile: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=WanConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

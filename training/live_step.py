@@ -7,9 +7,11 @@ import torch
 from adaptiveload.models.architectures import VideoTransformer, new_transformer
 from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_losses
 from adaptiveload.models.frozen import freeze, round_frozen
+from adaptiveload.models.layers import compile_blocks
 from adaptiveload.models.lora import add_adapters, draw_adapters
 from adaptiveload.models.packing import PackedBatch
 from adaptiveload.models.pretrained import load_pretrained
+from adaptiveload.training.compile_watch import CompileWatch
 from adaptiveload.training.distributed import Ranks, set_meeting, shard_model
 from adaptiveload.training.optimizer import build_optimizer
 from adaptiveload.training.step_timer import StepTimer
@@ -56,8 +58,11 @@ def build_model(
         model.init_weights()
     if not is_resumed:
         draw_adapters(model)
-    timer = StepTimer(ranks.device)
-    timer.attach(model.fsdp_units()[1])
+    blocks = model.fsdp_units()[1]
+    if config.compile:
+        compile_blocks(blocks)
+    timer = StepTimer(ranks.device, CompileWatch() if config.compile else None)
+    timer.attach(blocks)
     return model, timer, build_optimizer(model, config.optimizer)  # after sharding: it must hold the shards
 
 

@@ -27,6 +27,7 @@ class RankMeasurement:
         memory_peak_gib: Peak allocated device memory of the step; 0 on CPU.
         num_lost: Samples of the step that the rank could not read.
         busy_s: Busy seconds of each of the rank's micro-batches.
+        compile_s: Seconds of the step that went into torch.compile; not in `busy_s`.
     """
 
     loss_sum: float
@@ -35,6 +36,7 @@ class RankMeasurement:
     memory_peak_gib: float
     num_lost: int
     busy_s: list[float]
+    compile_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class StepMeasurement:
         num_lost: Samples of the step that could not be read.
         step_s, data_wait_s, memory_peak_gib: float64 [R].
         busy_s: float64 [G, R]; 0 where a rank has no such micro-batch.
+        compile_s: Seconds that the others waited for the rank that compiled longest; `step_s` is without them.
     """
 
     loss_sum: float
@@ -54,16 +57,23 @@ class StepMeasurement:
     data_wait_s: np.ndarray
     memory_peak_gib: np.ndarray
     busy_s: np.ndarray
+    compile_s: float = 0.0
 
 
 def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> StepMeasurement:
     """Bring the ranks' measurements of `plan`'s step together; one host collective."""
     busy = mine.busy_s + [0.0] * (plan.num_slots - len(mine.busy_s))
-    scalars = [mine.loss_sum, mine.num_lost, mine.step_s, mine.data_wait_s, mine.memory_peak_gib]
+    scalars = [mine.loss_sum, mine.num_lost, mine.step_s, mine.data_wait_s, mine.memory_peak_gib, mine.compile_s]
     rows = ranks.gather(torch.tensor([*scalars, *busy], dtype=torch.float64)).numpy()
-    loss_sum, num_lost, step_s, data_wait_s, memory_peak_gib, *_ = rows.T
+    loss_sum, num_lost, step_s, data_wait_s, memory_peak_gib, compile_s, *_ = rows.T
     return StepMeasurement(
-        float(loss_sum.sum()), int(num_lost.sum()), step_s, data_wait_s, memory_peak_gib, rows[:, len(scalars) :].T
+        loss_sum=float(loss_sum.sum()),
+        num_lost=int(num_lost.sum()),
+        step_s=step_s - compile_s.max(),
+        data_wait_s=data_wait_s,
+        memory_peak_gib=memory_peak_gib,
+        busy_s=rows[:, len(scalars) :].T,
+        compile_s=float(compile_s.max()),
     )
 
 
