@@ -140,7 +140,7 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: f
     """Scan each recompute level and write what was measured, after every point."""
     gpu, geometry = resolve_gpu(config.cost, ranks.device), model_geometry(config.model)
     meet = resolve_meet(config, gpu, ranks.device)
-    about = provenance(config.model, gpu, ranks.device, config.precision, meet, ranks.world_size)
+    about = provenance(config, gpu, ranks.device, meet, ranks.world_size)
     about["gpu_memory_bytes"] = device_memory_bytes(gpu, ranks.device)
     say(ranks, ranks.describe())
     if ranks.device.type != "cuda":

@@ -70,6 +70,15 @@ class RunConfig:
         """Whether only a part of the parameters is trained."""
         return bool(self.lora.rank or self.model.trainable is not None or self.model.frozen)
 
+    def describe_trained(self) -> str:
+        """Which parameters are trained, for a reader and for cost files."""
+        if not self.has_frozen_parts:
+            return "all"
+        adapters = f"adapters of rank {self.lora.rank} on {', '.join(self.lora.targets)}" if self.lora.rank else ""
+        own = "" if self.model.trainable is None and self.lora.rank else f"trainable {self.model.trainable or 'all'}"
+        frozen = f"frozen {self.model.frozen}" if self.model.frozen else ""
+        return "; ".join(filter(None, (adapters, own, frozen)))
+
     def check(self) -> None:
         """Raise ValueError for a value that no part can work with, naming the key."""
         if self.precision not in ("bf16", "fp32"):

@@ -160,16 +160,13 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
     gpu = resolve_gpu(config.cost, device)
     meet = resolve_meet(config, gpu, device)
     models = build_models(
-        config.cost,
-        config.model,
+        config,
         gpu,
         device,
-        precision=config.precision,
         meet=meet,
-        recompute=config.schedule.recompute,
         ranks=ranks,
         seq_lens=np.unique(table.computed_tokens()).tolist(),
-        memory_limit_tokens=config.schedule.memory_limit_tokens,
+        trained_share=trained_share(config),
     )
     schedule_config = replace(config.schedule, meet=meet)
     if schedule_config.memory_limit_tokens is None:
@@ -222,6 +219,12 @@ def model_identity(config: RunConfig) -> dict[str, object]:
     if config.model.pretrained is not None and config.has_frozen_parts:
         identity["model.pretrained"] = weights_fingerprint(config.model.pretrained)
     return identity
+
+
+def trained_share(config: RunConfig) -> float:
+    """Trained parameters over all."""
+    parameters = list(lay_out_model(config).parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
 
 
 def check_same_data(saved: dict[str, object] | None, identity: dict[str, object]) -> None:

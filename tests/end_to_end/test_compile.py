@@ -25,7 +25,7 @@ def test_a_compiled_run_is_the_eager_run(run_config: Path) -> None:
     assert compiled[0]["perf/compile_s"] > 1
     assert compiled[0]["perf/step_s"] < compiled[0]["perf/compile_s"] / 2
     assert compiled[0]["rank/000/busy_s"] < compiled[0]["perf/compile_s"] / 2
-    # Measured 13, and 3 more once a micro-batch is a single sample.
-    assert compiled[-1]["perf/num_compiled"] <= 20
+    # Measured 13 for most micro-batches, and 10 more once one is a single sample.
+    assert compiled[-1]["perf/num_compiled"] <= 25
     assert compiled[-1]["perf/compile_s"] == 0
     assert "perf/compile_s" not in rows["eager"][0]
