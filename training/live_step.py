@@ -63,7 +63,20 @@ def build_model(
         compile_blocks(blocks)
     timer = StepTimer(ranks.device, CompileWatch() if config.compile else None)
     timer.attach(blocks)
-    return model, timer, build_optimizer(model, config.optimizer)  # after sharding: it must hold the shards
+    optimizer = build_optimizer(model, config.optimizer)
+    check_optimizer(model, optimizer)
+    return model, timer, optimizer
+
+
+def check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Assert that `optimizer` holds what is trained of `model`, and nothing else.
+
+    One that was made before sharding holds parameters that the model no longer has: its steps would move nothing, and
+    nothing would say so.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    assert held == trained, "the optimizer's parameters are not those of the model: was it made before sharding?"
 
 
 def run_micro_batch(

@@ -19,6 +19,7 @@ from adaptiveload.training.live_step import build_model, lay_out_model, run_micr
 from adaptiveload.training.run import Run, build_run, model_geometry
 from adaptiveload.training.step_timer import StepTimer
 from adaptiveload.training.synthetic import synthetic_batch
+from scripts.export import export_run
 from train import train
 
 PARTS = {
@@ -68,11 +69,24 @@ def moved_names(config_path: Path, ranks: Ranks, given: str) -> dict[str, list[s
 
 def resumed(config_path: Path, ranks: Ranks, given: str) -> bool:
     """Whether three steps, a checkpoint and three more leave every part as six steps do, to the bit."""
-    options = ("lora.rank=2", f"model.pretrained={given}")
+    options = ("lora.rank=2", f"model.pretrained={given}", "optimizer.warmup_steps=8")
     *_, straight, _ = run_training(config_path, ranks, *options, "name=straight", "max_steps=6")
     run_training(config_path, ranks, *options, "name=resumed", "max_steps=3")
     *_, again, _ = run_training(config_path, ranks, *options, "name=resumed", "max_steps=6")
     return straight.keys() == again.keys() and all(torch.equal(straight[name], again[name]) for name in straight)
+
+
+def continued(config_path: Path, ranks: Ranks, folder: Path) -> None:
+    """A run; its averaged and its last weights exported; and runs that go on from these folders."""
+    run_training(config_path, ranks, "name=first", "max_steps=16", "evaluation.max_samples=64")
+    if ranks.is_main:
+        export_run(folder / "runs" / "first", folder / "first-averaged", ema=True)
+        export_run(folder / "runs" / "first", folder / "first-last", ema=False)
+    ranks.barrier()
+    # As good as no training: the evaluation is of the weights that were read.
+    options = ("max_steps=1", "evaluation.max_samples=64", "optimizer.lr=1e-12")
+    run_training(config_path, ranks, "name=read", f"model.pretrained={folder / 'first-averaged'}", *options)
+    run_training(config_path, ranks, "name=tuned", f"model.pretrained={folder / 'first-last'}", "max_steps=16")
 
 
 def rounded_frozen_weights(config_path: Path, ranks: Ranks, given: str) -> dict[str, object]:
@@ -109,6 +123,7 @@ def skipped(config_path: Path, ranks: Ranks, folder: Path) -> dict[str, list]:
     results = {}
     for name, limit in (("one", 3), ("all", 2)):
         keys = (f"data.path={folder / name}", f"optimizer.max_skipped_in_a_row={limit}", "objective.text_dropout=0")
+        keys = (*keys, "optimizer.warmup_steps=8")
         options = (f"name={name}", "max_steps=6", "data.held_out_share=0", "data.max_lost_share=0.5")
         run, before, after, error = run_training(config_path, ranks, *keys, *options)
         finite = all(bool(part.isfinite().all()) for part in after.values())
@@ -125,6 +140,7 @@ def main(config_path: str, given: str, folder: str) -> None:
     path = Path(config_path)
     results = {
         "moved": moved_names(path, ranks, given),
+        "continued": continued(path, ranks, Path(folder)),
         "resumed": ranks.gather_objects(resumed(path, ranks, given)),
         "rounded": rounded_frozen_weights(path, ranks, given),
         "skipped": skipped(path, ranks, Path(folder)),

@@ -13,6 +13,7 @@ from adaptiveload.data.latent_codecs import DctCodec
 from adaptiveload.data.shard_writer import DatasetWriter
 from adaptiveload.data.text import HashTextEncoder
 from adaptiveload.models.wan import WanConfig
+from adaptiveload.training.optimizer import OptimizerConfig, learning_rate
 from tests.launching import launch
 from tests.training.finetune_cases import PARTS
 
@@ -94,8 +95,31 @@ def test_checkpoints_hold_what_is_trained_alone(results: dict, folder: Path) -> 
         }
 
 
-def test_adapters_resume_to_the_bit(results: dict) -> None:
+def read_rows(run_dir: Path, key: str = "train/loss") -> list[dict]:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if key in row]
+
+
+def test_adapters_resume_to_the_bit(results: dict, folder: Path) -> None:
     assert results["resumed"] == [True, True]
+    # The learning rate goes by the step, over a resume too (case c41).
+    lr = [learning_rate(OptimizerConfig(lr=1e-3, warmup_steps=8), step) for step in range(6)]
+    for name in ("straight", "resumed"):
+        assert [row["train/lr"] for row in read_rows(folder / "runs" / name)] == lr
+
+
+def test_training_goes_on_from_exported_weights(results: dict, folder: Path) -> None:
+    assert "continued" in results
+    first, read, tuned = (read_rows(folder / "runs" / name, "train/loss") for name in ("first", "read", "tuned"))
+    held_out = [read_rows(folder / "runs" / name, "train/loss_heldout")[-1] for name in ("first", "read")]
+    # The same weights on the same draws; the export keeps every bit.
+    assert held_out[1]["train/loss_heldout"] == pytest.approx(held_out[0]["train/loss_heldout"], rel=1e-6)
+    # Step by step the same samples and noise: the second run begins where the first one's curve ended.
+    losses = [np.array([row["train/loss"] for row in rows]) for rows in (first, tuned)]
+    assert len(losses[0]) == len(losses[1]) == 16
+    assert (losses[1] < losses[0])[:4].all(), losses
+    assert losses[1].mean() < losses[0].mean()
+    assert len(read) == 1
 
 
 def test_frozen_weights_in_bf16_change_no_bit(results: dict) -> None:
@@ -108,7 +132,7 @@ def test_frozen_weights_in_bf16_change_no_bit(results: dict) -> None:
 
 
 def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(results: dict, folder: Path) -> None:
-    """Case C39: NaN, infinity and fp16 overflow in stored latents are lost samples; one that arises later skips."""
+    """Case c39: NaN, infinity and fp16 overflow in stored latents are lost samples; one that arises later skips."""
     mine, other = results["skipped"]["one"]
     assert mine == other, "ranks must agree on steps, counts and state"
     total, steps, is_finite, stays, error, keys = mine
@@ -124,11 +148,12 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(results: dict, folder
     assert named == [["sample005"]] * total, "the sample alone, not its neighbours"
     lost = [json.loads(line)["key"] for line in (folder / "runs" / "one" / "lost.jsonl").read_text().splitlines()]
     assert set(lost) == {"sample003", "sample013", "sample022"}
-    metrics = [json.loads(line) for line in (folder / "runs" / "one" / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_rows(folder / "runs" / "one")
     assert [row["train/num_skipped"] for row in metrics] == [sum(s <= step for s in expected) for step in range(6)]
     assert [row["train/loss"] is None for row in metrics] == [step in expected for step in range(6)]
-    # The learning rate goes by the step, skipped or not (case C41).
-    assert len({row["train/lr"] for row in metrics}) == 1
+    # The learning rate goes by the step, skipped or not (case c41).
+    lr = [learning_rate(OptimizerConfig(lr=1e-3, warmup_steps=8), step) for step in range(6)]
+    assert [row["train/lr"] for row in metrics] == lr
 
 
 def test_too_many_skipped_steps_in_a_row_stop_all_ranks(results: dict, folder: Path) -> None:
