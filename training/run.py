@@ -201,7 +201,6 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         "schedule.order_block_size": config.schedule.order_block_size,
         "schedule.lookahead": lookahead,
         "data.held_out_share": config.data.held_out_share,
-        **model_identity(config),
     }
     if isinstance(policy, BucketPolicy):
         # Every rank fills buckets of its own there: which samples a step holds depends on these too.
@@ -256,6 +255,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         min_drawn = min(_MIN_DRAWN, len(schedule.train_ids))
         if ranks.is_main:
             schedule.corpus.verify()
+    schedule.identity |= model_identity(config)
     ranks.barrier()
 
     model, timer, optimizer = build_model(config, ranks, is_resumed=resume_from is not None)
@@ -352,7 +352,6 @@ def build_stream_schedule(config: RunConfig, device: torch.device) -> StreamSche
         "normalization_hash": peek_normalization(find_shards(config.data.path)[0]),
         "seed": config.seed,
         "schedule.policy": config.schedule.policy,
-        **model_identity(config),
     }
     exponent = _STREAM_COST_EXPONENT if config.schedule.cost_exponent is None else config.schedule.cost_exponent
     schedule_config = replace(config.schedule, meet=meet, cost_exponent=exponent)
