@@ -93,6 +93,8 @@ def continued(config_path: Path, ranks: Ranks, folder: Path) -> None:
         export_run(folder / "runs" / "first", folder / "first-averaged", ema=True)
         export_run(folder / "runs" / "first", folder / "first-last", ema=False)
     ranks.barrier()
+    given = f"model.pretrained={folder / 'given-wan'}"
+    run_training(config_path, ranks, "name=three", "max_steps=3", given, "data.held_out_share=0")
     # As good as no training: the evaluation is of the weights that were read.
     options = ("max_steps=1", "evaluation.max_samples=64", "optimizer.lr=1e-12")
     run_training(config_path, ranks, "name=read", f"model.pretrained={folder / 'first-averaged'}", *options)

@@ -12,9 +12,14 @@ from torch.distributed.checkpoint import FileSystemReader
 from adaptiveload.data.latent_codecs import DctCodec
 from adaptiveload.data.shard_writer import DatasetWriter
 from adaptiveload.data.text import HashTextEncoder
+from adaptiveload.models.flow_matching import timesteps
 from adaptiveload.models.mmdit import MMDiTConfig
-from adaptiveload.models.wan import WanConfig
+from adaptiveload.models.packing import PackedSample, pack, patchify
+from adaptiveload.models.wan import WanConfig, WanTransformer
+from adaptiveload.training.config import load_config
 from adaptiveload.training.optimizer import OptimizerConfig, learning_rate
+from adaptiveload.training.trained_weights import TrainedWeights
+from scripts.export import export_run
 from tests.launching import launch
 from tests.training.finetune_cases import PARTS
 
@@ -123,6 +128,31 @@ def test_adapters_resume_to_the_bit(results: dict, folder: Path) -> None:
     lr = [learning_rate(OptimizerConfig(lr=1e-3, warmup_steps=8), step) for step in range(6)]
     for name in ("straight", "resumed"):
         assert [row["train/lr"] for row in read_rows(folder / "runs" / name)] == lr
+
+
+def test_diffusers_weights_are_trained_and_come_back_with_equal_outputs(results: dict, folder: Path) -> None:
+    from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+
+    run_dir = folder / "runs" / "three"
+    export_run(run_dir, folder / "last", ema=False)
+    export_run(run_dir, folder / "averaged", ema=True, max_file_bytes=20_000)
+    given, last, averaged = (
+        WanTransformer3DModel.from_pretrained(folder / name) for name in ("given-wan", "last", "averaged")
+    )
+    for name, tensor in given.state_dict().items():
+        # Three steps of at most lr = 1e-3 each: both began at the given weights and left them.
+        moved, moved_on_average = ((m.state_dict()[name] - tensor).abs().max() for m in (last, averaged))
+        assert 0 < moved < 4e-3, name
+        assert 0 < moved_on_average <= moved + 1e-6, name
+    config = load_config(run_dir / "config.yaml")
+    ours, weights = WanTransformer(config.model), TrainedWeights(run_dir, config, averaged=True)
+    ours.load_state_dict(weights.read(list(weights.shapes)))
+    latents, text = torch.randn(1, 16, 3, 4, 6), torch.randn(1, 8, 16)
+    batch = pack([PackedSample("k", (3, 2, 3), patchify(latents[0], (1, 2, 2)), torch.zeros(18, 64), 0.7, text[0])])
+    with torch.no_grad():
+        expected = averaged(latents, torch.tensor([700.0]), text, return_dict=False)[0][0]
+        found = ours(batch.latents, timesteps(batch), batch)
+    torch.testing.assert_close(found, patchify(expected, (1, 2, 2)), rtol=0, atol=1e-5)
 
 
 def test_training_goes_on_from_exported_weights(results: dict, folder: Path) -> None:
