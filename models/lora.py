@@ -129,7 +129,7 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float)
 
 
 def save_adapters(folder: Path, adapters: Mapping[str, torch.Tensor], scale: float) -> Path:
-    """Write adapters as a file that `pipeline.load_lora_weights` and ComfyUI open; returns its path.
+    """Write adapters as a file that `pipeline.load_lora_weights` of diffusers opens; returns its path.
 
     B is stored times alpha / rank, so that the file needs no alpha, which tools store in ways of their own.
 

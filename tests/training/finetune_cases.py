@@ -32,7 +32,8 @@ PARTS = {
 
 def run_training(config_path: Path, ranks: Ranks, *overrides: str) -> tuple[Run, dict, dict, str | None]:
     """A run, this rank's part of it before and after, and the message of the RuntimeError that ended it, if any."""
-    run = build_run(load_config(config_path, ["evaluation.max_samples=0", *overrides]), ranks)
+    settings = ("evaluation.max_samples=0", "checkpoint.every_steps=100")
+    run = build_run(load_config(config_path, [*settings, *overrides]), ranks)
     before, error = parts_of(run), None
     try:
         train(run)
@@ -88,7 +89,7 @@ def resumed(config_path: Path, ranks: Ranks, given: str) -> tuple[bool, str]:
 
 def continued(config_path: Path, ranks: Ranks, folder: Path) -> None:
     """A run; its averaged and its last weights exported; and runs that go on from these folders."""
-    run_training(config_path, ranks, "name=first", "max_steps=16", "evaluation.max_samples=64")
+    run_training(config_path, ranks, "name=first", "max_steps=8", "evaluation.max_samples=64")
     if ranks.is_main:
         export_run(folder / "runs" / "first", folder / "first-averaged", ema=True)
         export_run(folder / "runs" / "first", folder / "first-last", ema=False)
@@ -98,7 +99,7 @@ def continued(config_path: Path, ranks: Ranks, folder: Path) -> None:
     # As good as no training: the evaluation is of the weights that were read.
     options = ("max_steps=1", "evaluation.max_samples=64", "optimizer.lr=1e-12")
     run_training(config_path, ranks, "name=read", f"model.pretrained={folder / 'first-averaged'}", *options)
-    run_training(config_path, ranks, "name=tuned", f"model.pretrained={folder / 'first-last'}", "max_steps=16")
+    run_training(config_path, ranks, "name=tuned", f"model.pretrained={folder / 'first-last'}", "max_steps=8")
 
 
 def rounded_frozen_weights(config_path: Path, ranks: Ranks, given: str) -> dict[str, object]:

@@ -163,7 +163,7 @@ def test_training_goes_on_from_exported_weights(results: dict, folder: Path) -> 
     assert held_out[1]["train/loss_heldout"] == pytest.approx(held_out[0]["train/loss_heldout"], rel=1e-6)
     # Step by step the same samples and noise: the second run begins where the first one's curve ended.
     losses = [np.array([row["train/loss"] for row in rows]) for rows in (first, tuned)]
-    assert len(losses[0]) == len(losses[1]) == 16
+    assert len(losses[0]) == len(losses[1]) == 8
     assert (losses[1] < losses[0])[:4].all(), losses
     assert losses[1].mean() < losses[0].mean()
     assert len(read) == 1
