@@ -13,8 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import device_name, model_dims
@@ -32,9 +30,8 @@ from adaptiveload.training.optimizer import learning_rate
 from adaptiveload.training.previews import Previews
 from adaptiveload.training.run import Run, Schedule, build_run, build_schedule, check_agreement
 from adaptiveload.training.startup_report import describe_schedule
+from adaptiveload.training.step_guard import MicroBatchLosses
 from adaptiveload.training.workers import explain_worker_failure, start_worker_server
-
-MicroBatchLosses = list[tuple[torch.Tensor, tuple[str, ...]]]
 
 
 def train(run: Run) -> None:
@@ -46,24 +43,28 @@ def train(run: Run) -> None:
         check_agreement(run.ranks, plan)
 
         losses, num_lost = forward_backward(run, plan, micro_batches)
-        grad_norm = clip_gradients(run.model, config.optimizer.max_grad_norm)
+        grad_norm, group_norms = clip_gradients(run.optimizer, config.optimizer.max_grad_norm)
         busy_s = run.timer.busy_s()
-        check_finite(run, plan, grad_norm, losses)
         lr = set_learning_rate(run, step)
-        run.optimizer.step()
+        skipped = run.guard.why_skip(step, grad_norm, losses)
+        if skipped is None:
+            run.optimizer.step()
+            run.ema.update(step)
         run.optimizer.zero_grad(set_to_none=True)
-        run.ema.update(step)
 
         mine = RankMeasurement(
-            loss_sum=sum(float(loss) for loss, _ in losses),
+            loss_sum=sum(float(loss.sum()) for loss, _ in losses),
             step_s=time.perf_counter() - started,
             data_wait_s=run.feed.wait_s - waited,
             memory_peak_gib=run.ranks.take_memory_peak_gib(),
             num_lost=num_lost,
             busy_s=busy_s,
+            compile_s=run.timer.compile_s(),
         )
         measured = gather_measurements(run.ranks, plan, mine)
-        log_step(run, plan, measured, {"train/grad_norm": grad_norm, "train/lr": lr})
+        gradient = {f"train/grad_norm_{name}": norm for name, norm in group_norms.items()}
+        gradient |= {"train/grad_norm": grad_norm, "train/lr": lr, "train/num_skipped": run.guard.total}
+        log_step(run, plan, measured, gradient, skipped)
         adapt(run, plan, measured)
         is_last = step + 1 == config.max_steps
         if config.checkpoint.is_due(step + 1, config.max_steps):
@@ -78,7 +79,7 @@ def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatc
     """Gradient of the step, (1/Z) * sum of w_i * grad l_i over all ranks.
 
     Returns:
-        For each of this rank's micro-batches the sum of w_i * l_i, left on the device, and the samples' keys; and the
+        For each of this rank's micro-batches w_i * l_i of its samples, left on the device, and their keys; and the
         number of samples that could not be read.
     """
     run.timer.start_step()
@@ -89,7 +90,7 @@ def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatc
         run.ledger.record(plan.step, micro_batch.trained, micro_batch.lost)
         num_lost += len(micro_batch.lost)
         batch = micro_batch.packed.to(run.ranks.device, non_blocking=True)
-        loss_sum = run_micro_batch(
+        weighted = run_micro_batch(
             run.model,
             run.timer,
             batch,
@@ -99,25 +100,9 @@ def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatc
             is_last=g == count - 1,
             recompute=plan.recompute[g],
         )
-        losses.append((loss_sum, batch.keys))
+        losses.append((weighted, tuple(micro_batch.trained)))
     reshard(run.model)
     return losses, num_lost
-
-
-def check_finite(run: Run, plan: StepPlan, grad_norm: float, losses: MicroBatchLosses) -> None:
-    """Stop all ranks, naming samples, before a gradient that is not finite reaches the weights.
-
-    Raises:
-        RuntimeError: On every rank alike, because the norm is of the whole gradient.
-    """
-    if math.isfinite(grad_norm):
-        return
-    mine = [keys for loss, keys in losses if not math.isfinite(float(loss))]
-    suspects = {rank: keys for rank, keys in enumerate(run.ranks.gather_objects(mine)) if keys}
-    raise RuntimeError(
-        f"step {plan.step}: the gradient norm is {grad_norm}; the weights are untouched and the last checkpoint is "
-        f"good. Micro-batches whose loss is not finite, by rank: {suspects or 'none, so it arose in the backward'}"
-    )
 
 
 def set_learning_rate(run: Run, step: int) -> float:
@@ -128,9 +113,11 @@ def set_learning_rate(run: Run, step: int) -> float:
     return lr
 
 
-def log_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[str, float]) -> None:
+def log_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[str, float], skipped: str | None) -> None:
     """Rank 0 writes down what all ranks measured. Stops all ranks where too many samples were lost."""
     if run.tracker is not None:
+        if skipped is not None:
+            run.tracker.message(skipped)
         write_step(run, plan, measured, extra | {"data/num_lost": run.ledger.total + measured.num_lost})
     run.ledger.add(measured.num_lost, plan.next_position)
 
@@ -139,7 +126,14 @@ def write_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[
     """Write the figures of a step, and from time to time what each rank did in each slot."""
     assert run.tracker is not None
     table = run.feed.table
-    metrics = step_metrics(plan, measured, table, model_dims(run.config.model), device_name(run.ranks.device))
+    # FLOPs of a partly frozen model are not known.
+    dims = None if run.config.has_frozen_parts else model_dims(run.config.model)
+    metrics = step_metrics(plan, measured, table, dims, device_name(run.ranks.device))
+    if run.timer.compile_watch is not None:
+        metrics |= {"perf/compile_s": measured.compile_s, "perf/num_compiled": run.timer.compile_watch.count}
+        if measured.compile_s:
+            so_far = f"{run.timer.compile_watch.count} compilations on rank 0 so far"
+            run.tracker.message(f"step {plan.step}: torch.compile took {measured.compile_s:.1f} s, {so_far}")
     run.tracker.log(plan.step, metrics | extra)
     if plan.step % run.config.tracking.schedule_every_steps == 0:
         run.tracker.log_schedule(schedule_record(plan, measured, table))

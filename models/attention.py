@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -151,6 +152,21 @@ def _varlen(batches: list[AttentionBatch], device: torch.device) -> VarlenBatch:
     lengths = [batch.query_len for batch in batches for _ in range(batch.batch_size)]
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return VarlenBatch(to_device(offsets, device), max(lengths), sum(lengths))
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The dense calls of a micro-batch, in a shell that `torch.compile` does not look into.
+
+    It would compile anew for every length of a bare list.
+    """
+
+    batches: list[AttentionBatch]
+
+    @torch.compiler.disable
+    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """See `packed_attention`."""
+        return packed_attention(query, key, value, self.batches)
 
 
 def attention_batches(seq_offsets: torch.Tensor, key_len: int | None = None) -> list[AttentionBatch]:

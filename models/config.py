@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 RECOMPUTE_LEVELS = ("none", "full")
@@ -27,6 +27,9 @@ class ModelConfig:
         residual_fp32: Keep the residual stream in float32 (as Wan was trained), or in the dtype of the weights.
         spatial_stride: Pixels in one latent row or column of the VAE: 8, and 16 for Wan 2.2 TI2V's.
         pretrained: Folder of weights to start from, see `models/pretrained.py`; None draws new ones.
+        trainable: Patterns of the parameters and modules that are trained, see `models/frozen.py`; None trains all, or
+            with adapters none but these.
+        frozen: Patterns of those that are not trained after all.
     """
 
     diffusers_class: ClassVar[str]
@@ -44,6 +47,8 @@ class ModelConfig:
     residual_fp32: bool = True
     spatial_stride: int = 8
     pretrained: str | None = None
+    trainable: list[str] | None = None
+    frozen: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.architecture != type(self).architecture:

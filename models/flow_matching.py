@@ -209,19 +209,24 @@ def per_sample_loss(velocity: torch.Tensor, target: torch.Tensor, seq_offsets: t
 
 
 def weighted_loss_sum(batch: PackedBatch, velocity: torch.Tensor) -> torch.Tensor:
-    """Sum of w_i * l_i over the real samples of a micro-batch: a float32 scalar, never a mean.
+    """Sum of `weighted_losses`: a float32 scalar, never a mean."""
+    return weighted_losses(batch, velocity).sum()
 
-    Divide by the weights of the whole step; a mean per micro-batch would make a sample's weight depend on its
-    neighbours. l_i is the mean over the elements that the sample predicts: given frames are left out of it, and w_i
+
+def weighted_losses(batch: PackedBatch, velocity: torch.Tensor) -> torch.Tensor:
+    """w_i * l_i of each real sample of a micro-batch, in its order: float32 [real samples].
+
+    Sum them and divide by the weights of the whole step; a mean per micro-batch would make a sample's weight depend on
+    its neighbours. l_i is the mean over the elements that the sample predicts: given frames are left out of it, and w_i
     stays. Fillers are cut away before any arithmetic, so that not even a NaN of theirs reaches a gradient. With
-    nothing but fillers the result is a zero that still depends on `velocity`, so that backward runs on every rank.
+    nothing but fillers there is no number, and yet the sum depends on `velocity`, so that backward runs on every rank.
 
     Args:
         batch: The micro-batch that was predicted.
         velocity: Prediction [N, token_size].
     """
     if all(batch.is_filler):
-        return velocity[:0].float().sum()
+        return velocity[:0].float().sum(1)
     # Every sample has exactly one segment that is not clean.
     lengths, weights = batch.segment_offsets.diff(), batch.weights
     samples = iter(batch.is_filler)
@@ -232,7 +237,7 @@ def weighted_loss_sum(batch: PackedBatch, velocity: torch.Tensor) -> torch.Tenso
         lengths, weights = lengths[counts], weights[~torch.tensor(batch.is_filler)]
     seq_offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     losses = per_sample_loss(velocity, target, seq_offsets)
-    return (losses * to_device(weights.float(), losses.device)).sum()
+    return losses * to_device(weights.float(), losses.device)
 
 
 def _select(tokens: torch.Tensor, lengths: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ Legend: `N` tokens of all samples side by side, `M` keys of all samples, `D` hid
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -15,17 +15,21 @@ from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own 
 from torch.utils.checkpoint import checkpoint
 
 from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
-from adaptiveload.models.attention import AttentionBatch, packed_attention
+from adaptiveload.models.attention import AttentionPlan
 from adaptiveload.models.packing import Grid
 
-
-def linear_fp32(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-    """`linear(x)` in float32, whatever the dtype of `x` and of the weights."""
-    return F.linear(x.float(), linear.weight.float(), linear.bias.float())
+# First, last or other block, one segment or more, with and without recomputation: 12, and room for what dtypes add.
+_MOST_VARIANTS = 32
 
 
 class Block(nn.Module):
-    """A transformer block whose activations may be computed again in backward instead of being kept."""
+    """A transformer block whose activations may be computed again in backward instead of being kept.
+
+    Attributes:
+        compiled: What training runs in place of `_forward`, see `compile_blocks`.
+    """
+
+    compiled: Callable | None = None
 
     def forward(self, *inputs, recompute: str) -> tuple[torch.Tensor | None, ...]:
         """As `_forward`; with `recompute` "full" only the inputs are kept for backward.
@@ -33,10 +37,31 @@ class Block(nn.Module):
         Checkpointing happens in here, inside what FSDP shards: a block's weights are gathered once for recomputation
         and backward.
         """
+        # Evaluation and sampling would be compiled once more, for little.
+        compute = self.compiled if self.compiled is not None and torch.is_grad_enabled() else self._forward
         if recompute == "full":
             # Nothing here is random.
-            return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(*inputs)
+            return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return compute(*inputs)
+
+
+def compile_blocks(blocks: Iterable[Block], backend: str = "inductor") -> None:
+    """Have training run `blocks` through `torch.compile`, attention apart, which stays as it is.
+
+    One compilation serves all blocks and all lengths; further ones are for the first and the last block, a single
+    segment, and recomputation. The hooks of FSDP and of the timer lie outside. With
+    inductor's fusion of reductions off: on torch 2.10 to 2.14 it gives wrong gradients for chained modulated norms
+    (pytorch#193061), and no environment variable can bring it back here.
+
+    Args:
+        blocks: Of one model; before or after sharding.
+        backend: Of `torch.compile`.
+    """
+    options = {"triton.mix_order_reduction": False} if backend == "inductor" else None
+    # Variants of one block, not shapes; beyond it a block would run uncompiled, and torch would warn.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    for block in blocks:
+        block.compiled = torch.compile(block._forward, dynamic=True, backend=backend, options=options)
 
 
 class LinearFp32(nn.Linear):
@@ -44,7 +69,7 @@ class LinearFp32(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to float32 [..., out_features]."""
-        return linear_fp32(x, self)
+        return F.linear(x.float(), self.weight.float(), self.bias.float())
 
 
 def sinusoid(timestep: torch.Tensor, dim: int) -> torch.Tensor:
@@ -74,8 +99,8 @@ class TimeEmbedder(nn.Module):
     def __init__(self, freq_dim: int, hidden_size: int):
         super().__init__()
         self.freq_dim = freq_dim
-        self.linear_1 = nn.Linear(freq_dim, hidden_size)
-        self.linear_2 = nn.Linear(hidden_size, hidden_size)
+        self.linear_1 = LinearFp32(freq_dim, hidden_size)
+        self.linear_2 = LinearFp32(hidden_size, hidden_size)
 
     def forward(self, timestep: torch.Tensor) -> torch.Tensor:
         """Timesteps [G] in [0, 1000], float32, as embeddings [G, D], float32.
@@ -85,16 +110,7 @@ class TimeEmbedder(nn.Module):
         """
         if timestep.dtype != torch.float32:
             raise TypeError(f"timesteps must reach the model as float32, got {timestep.dtype}")
-        hidden = F.silu(linear_fp32(sinusoid(timestep, self.freq_dim), self.linear_1))
-        return linear_fp32(hidden, self.linear_2)
-
-
-class TimeProjection(nn.Linear):
-    """Time embedding to the modulation that all blocks share, in float32."""
-
-    def forward(self, embedding: torch.Tensor) -> torch.Tensor:
-        """Embeddings [G, D] as [G, 6 * D], float32."""
-        return linear_fp32(F.silu(embedding), self)
+        return self.linear_2(F.silu(self.linear_1(sinusoid(timestep, self.freq_dim))))
 
 
 class TextEmbedder(nn.Module):
@@ -128,7 +144,7 @@ class Attention(nn.Module):
         self,
         x: torch.Tensor,
         context: torch.Tensor,
-        batches: Sequence[AttentionBatch],
+        attention: AttentionPlan,
         rotary: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend from x [N, D] to context [M, D], sample by sample; `rotary` [N, hd / 2] turns queries and keys."""
@@ -137,7 +153,7 @@ class Attention(nn.Module):
             for tensor in (self.to_q(x), self.to_k(context), self.to_v(context))
         )
         query, key = qk_norm_rope(query, key, self.norm_q.weight, self.norm_k.weight, rotary, self.norm_q.eps)
-        return self.to_out[0](packed_attention(query, key, value, batches))  # [N, D]
+        return self.to_out[0](attention.run(query, key, value))  # [N, D]
 
 
 class FeedForward(nn.Module):

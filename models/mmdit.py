@@ -23,7 +23,8 @@ from adaptiveload.kernels.adaln import adaln
 from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
 from adaptiveload.models.attention import AttentionBatch, VarlenBatch, joint_attention_calls, packed_attention
 from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
-from adaptiveload.models.layers import Block, FeedForward, LinearFp32, TimeEmbedder, linear_fp32
+from adaptiveload.models.layers import Block, FeedForward, LinearFp32, TimeEmbedder
+from adaptiveload.models.lora import own_parameters
 from adaptiveload.models.packing import PackedBatch, to_device
 from adaptiveload.models.rope import joint_rotary_tables
 from adaptiveload.models.sharded import draw_whole
@@ -127,6 +128,14 @@ class JointLayout:
         pairs = zip(text.split(self.lengths[::2]), image.split(self.lengths[1::2]), strict=True)
         return torch.cat([piece for pair in pairs for piece in pair])
 
+    @torch.compiler.disable  # it would compile anew for every number of samples
+    def attend(
+        self, text: tuple[torch.Tensor, ...], image: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text [M, D] and image [N, D] after joint attention, from query, key and value of either, [.., H, hd]."""
+        joint = (self.join(*pair) for pair in zip(text, image, strict=True))
+        return self.part(packed_attention(*joint, self.attention))
+
     def part(self, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inverse of `join`."""
         pieces = joint.split(self.lengths)
@@ -175,9 +184,7 @@ class JointAttention(nn.Module):
         text_query, text_key = qk_norm_rope(
             text_query, text_key, self.norm_added_q.weight, self.norm_added_k.weight, text_rotary, self.eps
         )
-        pairs = ((text_query, query), (text_key, key), (text_value, value))
-        joint = packed_attention(*(layout.join(*pair) for pair in pairs), layout.attention)  # [M + N, D]
-        text, image = layout.part(joint)
+        text, image = layout.attend((text_query, text_key, text_value), (query, key, value))
         return self.to_out[0](image), self.to_add_out(text) if self.feeds_text else None
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -264,11 +271,11 @@ class HeadModulation(nn.Module):
 
     def __init__(self, hidden_size: int):
         super().__init__()
-        self.linear = nn.Linear(hidden_size, 2 * hidden_size)
+        self.linear = LinearFp32(hidden_size, 2 * hidden_size)
 
     def forward(self, embedding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and shift, float32 [G, D] each, from SiLU of the embedding [G, D]."""
-        rows = linear_fp32(embedding, self.linear).unflatten(1, (2, -1))
+        rows = self.linear(embedding).unflatten(1, (2, -1))
         return rows[:, 0].clone(), rows[:, 1].clone()
 
 
@@ -316,8 +323,8 @@ class VideoMMDiT(nn.Module):
             nn.init.xavier_uniform_(weight)
 
     def diffusers_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by their names in diffusers."""
-        return dict(self.named_parameters())
+        """The parameters by their names in diffusers; those of adapters are left out."""
+        return own_parameters(self)
 
     def fsdp_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """What `fully_shard` should wrap before the whole model, as `WanTransformer.fsdp_units`."""

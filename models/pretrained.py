@@ -4,6 +4,7 @@ Weights are read slice by slice into what a rank holds of a model, sharded or no
 beside it. A folder is `config.json` and `diffusion_pytorch_model*.safetensors`, one file or several with an index.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,7 @@ def load_pretrained(model: nn.Module, path: Path | str) -> None:
         ValueError: If the folder is none of these or damaged, or its configuration, names or shapes are not the
             model's; what differs is named, and the model is untouched.
     """
-    folder = _transformer_folder(Path(path))
+    folder = transformer_folder(path)
     files = WeightFiles(folder)
     _check_config(folder, model.config)
     parameters: dict[str, nn.Parameter] = model.diffusers_parameters()
@@ -81,7 +82,7 @@ def read_model_config(path: Path | str) -> ModelConfig:
     Raises:
         ValueError: If the folder is none of these, or of a model that is not known.
     """
-    folder = _transformer_folder(Path(path))
+    folder = transformer_folder(path)
     theirs = _read_config(folder)
     for config_class in CONFIGS.values():
         if theirs["_class_name"] == config_class.diffusers_class:
@@ -121,6 +122,23 @@ class WeightFiles:
         """`part` of the tensor `name`, on the CPU, in the dtype of the file."""
         handle, stored = self._places[name]
         return handle.get_slice(stored)[part]
+
+
+def weights_fingerprint(path: Path | str) -> str:
+    """Tells weights apart without reading them whole: of names, sizes, headers and 64 KiB in 64 places of the files.
+
+    Raises:
+        ValueError: If `path` is no folder of weights.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for file in _weight_paths(transformer_folder(path)):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as content:
+            for place in range(64):
+                content.seek(size * place // 64)
+                digest.update(content.read(1024))
+    return digest.hexdigest()
 
 
 def save_pretrained(
@@ -166,8 +184,13 @@ def save_pretrained(
     _write_json(folder / "config.json", {**config, "_diffusers_version": version("diffusers")})
 
 
-def _transformer_folder(path: Path) -> Path:
-    for folder in (path, path / "transformer"):
+def transformer_folder(path: Path | str) -> Path:
+    """The folder with the transformer's `config.json`: `path`, or a pipeline's `transformer/` in it.
+
+    Raises:
+        ValueError: If there is neither.
+    """
+    for folder in (Path(path), Path(path) / "transformer"):
         if (folder / "config.json").is_file():
             return folder
     raise ValueError(f"model.pretrained={path}: no config.json there nor in its transformer/; download it first")

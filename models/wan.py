@@ -16,9 +16,10 @@ from typing import Any, ClassVar, Self
 import torch
 from einops import rearrange
 from torch import nn
+from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own documentation uses)
 
 from adaptiveload.kernels.adaln import adaln
-from adaptiveload.models.attention import AttentionBatch, attention_batches
+from adaptiveload.models.attention import AttentionPlan, attention_batches
 from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
 from adaptiveload.models.layers import (
     Attention,
@@ -28,8 +29,8 @@ from adaptiveload.models.layers import (
     PatchEmbedding,
     TextEmbedder,
     TimeEmbedder,
-    TimeProjection,
 )
+from adaptiveload.models.lora import own_parameters
 from adaptiveload.models.packing import PackedBatch, pad_text
 from adaptiveload.models.rope import rotary_table
 from adaptiveload.models.sharded import draw_whole
@@ -74,9 +75,16 @@ class WanConfig(ModelConfig):
     def to_diffusers(self) -> dict[str, Any]:
         """Arguments of `diffusers.WanTransformer3DModel`; what diffusers does not know is left out."""
         values = asdict(self)
-        for name in ("architecture", "text_len", "residual_fp32", "spatial_stride", "pretrained"):
-            del values[name]
-        return values
+        not_theirs = (
+            "architecture",
+            "text_len",
+            "residual_fp32",
+            "spatial_stride",
+            "pretrained",
+            "trainable",
+            "frozen",
+        )
+        return {name: value for name, value in values.items() if name not in not_theirs}
 
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> Self:
@@ -96,8 +104,8 @@ class PackedLayout:
     """What all blocks need to know about a micro-batch, worked out once on the host."""
 
     segment_offsets: torch.Tensor
-    self_attention: list[AttentionBatch]
-    cross_attention: list[AttentionBatch]
+    self_attention: AttentionPlan
+    cross_attention: AttentionPlan
 
 
 class Modulation(nn.Module):
@@ -189,7 +197,7 @@ class WanTransformer(nn.Module):
         self.condition_embedder = nn.ModuleDict(
             {
                 "time_embedder": TimeEmbedder(config.freq_dim, size),
-                "time_proj": TimeProjection(size, 6 * size),
+                "time_proj": LinearFp32(size, 6 * size),
                 "text_embedder": TextEmbedder(config.text_dim, size),
             }
         )
@@ -225,8 +233,8 @@ class WanTransformer(nn.Module):
             nn.init.xavier_uniform_(weight.flatten(1))  # a view; the patch embedding's kernel is flattened
 
     def diffusers_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by their names in diffusers."""
-        return {diffusers_name(name): parameter for name, parameter in self.named_parameters()}
+        """The parameters by their names in diffusers, those of adapters left out."""
+        return {diffusers_name(name): parameter for name, parameter in own_parameters(self).items()}
 
     def fsdp_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """What `fully_shard` should wrap before the whole model: modules of one float32 unit, and the blocks.
@@ -258,13 +266,13 @@ class WanTransformer(nn.Module):
         config, embedder = self.config, self.condition_embedder
         dtype = self.patch_embedding.weight.dtype
         embedding = embedder["time_embedder"](timestep)  # [G, D]
-        rows, head = self.modulation(embedding, embedder["time_proj"](embedding))
+        rows, head = self.modulation(embedding, embedder["time_proj"](F.silu(embedding)))
         context = embedder["text_embedder"](pad_text(batch, config.text_len, dtype))  # [M, D]
         rotary = rotary_table(batch.grids, config.attention_head_dim, latents.device)
         layout = PackedLayout(
             segment_offsets=batch.segment_offsets,
-            self_attention=attention_batches(batch.seq_offsets),
-            cross_attention=attention_batches(batch.seq_offsets, config.text_len),
+            self_attention=AttentionPlan(attention_batches(batch.seq_offsets)),
+            cross_attention=AttentionPlan(attention_batches(batch.seq_offsets, config.text_len)),
         )
         x = self.patch_embedding(latents.to(dtype))  # [N, D]
         x = x.float() if config.residual_fp32 else x

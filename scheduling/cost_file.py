@@ -11,6 +11,8 @@ from adaptiveload.scheduling.cost import PowerCost, TwoTermCost
 from adaptiveload.scheduling.memory import MemoryModel
 
 LAWS = ("two_term", "power")
+# What a file was fitted with that does not say.
+_UNSAID = {"trained": "all", "compile": False}
 Model = TypeVar("Model", TwoTermCost, PowerCost, MemoryModel)
 
 
@@ -23,7 +25,7 @@ class CostFile:
         memory: Memory model, or None.
         gpu: Name of the GPU as torch gives it, or a part of it in lower case.
         model: Sizes of the model by name, see `ModelDims`.
-        layout: How it was run: `precision`, `meet`, `recompute`, `ranks`, and on a GPU `kernels`.
+        layout: How it was run: `precision`, `meet`, `recompute`, `ranks`, `trained`, `compile`, and on a GPU `kernels`.
         versions: Of torch and what else was used.
         fit: Errors of the fit and counts of rows, for a reader.
     """
@@ -110,7 +112,7 @@ class CostFile:
             if self.model.get(key) != value
         ]
         for key, value in layout.items():
-            fitted = self.layout.get(key)
+            fitted = self.layout.get(key, _UNSAID.get(key))
             fits = fitted is not None and (value >= fitted if key == "ranks" else value == fitted)
             if not fits:
                 found.append(f"{key} {fitted}, here {value}")

@@ -53,11 +53,12 @@ class MemoryModel:
 
 
 STREAM_BYTES = 4  # fp32 residual stream that recompute keeps at every block's entry
-STATE_BYTES = 20  # fp32 weight, gradient, two moments and average of a parameter, sharded over the ranks
-GATHERED_BYTES = 6  # bf16 weight and fp32 gradient of a gathered parameter
+STATE_BYTES = 20  # fp32 weight, gradient, two moments and average of a trained parameter, sharded over the ranks
+FROZEN_BYTES = 2  # of a frozen one: its bf16 weight
+GATHERED_WEIGHT_BYTES, GATHERED_GRADIENT_BYTES = 2, 4  # bf16 and, of a trained one, fp32
 
 
-def memory_prior(dims: ModelDims, recompute: str, meet: str, ranks: int) -> MemoryModel:
+def memory_prior(dims: ModelDims, recompute: str, meet: str, ranks: int, trained_share: float = 1.0) -> MemoryModel:
     """Memory model from the model's sizes. An estimate: fit one before relying on the last gigabytes.
 
     Args:
@@ -65,12 +66,14 @@ def memory_prior(dims: ModelDims, recompute: str, meet: str, ranks: int) -> Memo
         recompute: "none" or "full".
         meet: "slot" gathers two blocks at a time, "step" the whole model.
         ranks: Ranks that share weights and states.
+        trained_share: Trained parameters over all.
     """
     per_block = dims.block_token_bytes
     kept = dims.num_layers * (STREAM_BYTES * dims.hidden_size if recompute == "full" else per_block)
     gathered = dims.num_parameters if meet == "step" else 2 * dims.num_parameters / max(dims.num_layers, 1)
     return MemoryModel(
-        static_bytes=STATE_BYTES * dims.num_parameters / ranks + GATHERED_BYTES * gathered,
+        static_bytes=(trained_share * STATE_BYTES + (1 - trained_share) * FROZEN_BYTES) * dims.num_parameters / ranks
+        + (GATHERED_WEIGHT_BYTES + trained_share * GATHERED_GRADIENT_BYTES) * gathered,
         token_bytes=kept + per_block,
         sample_bytes=dims.text_bytes * (1 if recompute == "full" else dims.num_layers),
     )

@@ -224,7 +224,7 @@ def run_step(
     timer.start_step()
     loss_sum = 0.0
     for g, batch in enumerate(batches):
-        loss = run_micro_batch(
+        losses = run_micro_batch(
             model,
             timer,
             batch,
@@ -233,9 +233,9 @@ def run_step(
             is_last=g == len(batches) - 1,
             recompute=plan.recompute[g],
         )
-        loss_sum = loss_sum + loss
+        loss_sum = loss_sum + losses.sum()
     reshard(model)
-    clip_gradients(model, config.optimizer.max_grad_norm)
+    clip_gradients(optimizer, config.optimizer.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     busy_s = timer.busy_s()

@@ -140,7 +140,7 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: f
     """Scan each recompute level and write what was measured, after every point."""
     gpu, geometry = resolve_gpu(config.cost, ranks.device), model_geometry(config.model)
     meet = resolve_meet(config, gpu, ranks.device)
-    about = provenance(config.model, gpu, ranks.device, config.precision, meet, ranks.world_size)
+    about = provenance(config, gpu, ranks.device, meet, ranks.world_size)
     about["gpu_memory_bytes"] = device_memory_bytes(gpu, ranks.device)
     say(ranks, ranks.describe())
     if ranks.device.type != "cuda":
@@ -298,7 +298,7 @@ def measure(scan: Scan, point: Point, level: str, repeats: int, *parts: Any) -> 
         scale, is_last = 1 / (num * point.batch_size), run_number == num - 1
         run_micro_batch(model, timer, batch, scale=scale, meet=scan.meet, is_last=is_last, recompute=level)
     reshard(model)
-    clip_gradients(model, scan.config.optimizer.max_grad_norm)
+    clip_gradients(optimizer, scan.config.optimizer.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     busy_s = timer.busy_s()

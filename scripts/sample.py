@@ -68,7 +68,7 @@ class Job:
 def prepare_run(options: argparse.Namespace, ranks: Ranks) -> Job:
     """A run's weights, and captions of its data set or new prompts."""
     config = load_config(options.run / "config.yaml")
-    config = replace(config, precision=options.precision or config.precision)
+    config = replace(config, precision=options.precision or config.precision, compile=False)
     corpus = open_corpus(config.data.all_sources, model_geometry(config.model))
     codec = open_codec(corpus.info, options.vae_dir, ranks.device, "--vae-dir")
     count = 1 if options.prompt else options.num_samples

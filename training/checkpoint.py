@@ -51,7 +51,7 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-    """Saves and restores model, optimizer and EMA by parameter name, and a small dict beside them.
+    """Saves and restores what is trained, its optimizer and EMA by parameter name, and a small dict beside them.
 
     Args:
         folder: The run's `checkpoints` folder.
@@ -144,12 +144,13 @@ class Checkpointer:
         return newest
 
     def _tensors(self) -> dict[str, Tensor]:
+        """All that changes in training; frozen weights are read again from where the run took them."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            tensors[f"model/{name}"] = parameter.detach()
-            tensors[f"ema/{name}"] = self.ema.shadow[name]
             if not parameter.requires_grad:
                 continue
+            tensors[f"model/{name}"] = parameter.detach()
+            tensors[f"ema/{name}"] = self.ema.shadow[name]
             moments = self.optimizer.state[parameter]
             if not moments:  # before the first step AdamW has none yet
                 moments["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(self.optimizer, parameter))

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from adaptiveload.models.architectures import CONFIGS
 from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.flow_matching import FlowMatchingConfig
+from adaptiveload.models.lora import LoraConfig
 from adaptiveload.models.wan import WanConfig
 from adaptiveload.scheduling.policies import ScheduleConfig
 from adaptiveload.training.checkpoint import CheckpointConfig
@@ -39,6 +40,7 @@ class RunConfig:
         seed: Of the initial weights, the data order, noise, timesteps and caption dropout.
         max_steps: Optimizer steps.
         precision: "bf16" computes matmuls and attention in bf16 over fp32 master weights; "fp32" computes all in fp32.
+        compile: Run the blocks through torch.compile in training.
     """
 
     name: str = "run"
@@ -46,8 +48,10 @@ class RunConfig:
     seed: int = 0
     max_steps: int = 1000
     precision: str = "bf16"
+    compile: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=WanConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     objective: FlowMatchingConfig = field(default_factory=FlowMatchingConfig)
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(seed=cast(int, II("seed"))))
     cost: CostConfig = field(default_factory=CostConfig)
@@ -63,6 +67,20 @@ class RunConfig:
         """Folder of the run's metrics, checkpoints and report."""
         return Path(self.output_dir) / self.name
 
+    @property
+    def has_frozen_parts(self) -> bool:
+        """Whether only a part of the parameters is trained."""
+        return bool(self.lora.rank or self.model.trainable is not None or self.model.frozen)
+
+    def describe_trained(self) -> str:
+        """Which parameters are trained, for a reader and for cost files."""
+        if not self.has_frozen_parts:
+            return "all"
+        adapters = f"adapters of rank {self.lora.rank} on {', '.join(self.lora.targets)}" if self.lora.rank else ""
+        own = "" if self.model.trainable is None and self.lora.rank else f"trainable {self.model.trainable or 'all'}"
+        frozen = f"frozen {self.model.frozen}" if self.model.frozen else ""
+        return "; ".join(filter(None, (adapters, own, frozen)))
+
     def check(self) -> None:
         """Raise ValueError for a value that no part can work with, naming the key."""
         if self.precision not in ("bf16", "fp32"):
@@ -74,8 +92,22 @@ class RunConfig:
             raise ValueError(f"max_steps={self.max_steps} must be at least 1")
         if not self.name or "/" in self.name:
             raise ValueError(f"name={self.name!r} must be a folder name")
-        for part in (self.data, self.cost, self.optimizer, self.ema, self.checkpoint, self.evaluation, self.tracking):
+        for part in (
+            self.data,
+            self.lora,
+            self.cost,
+            self.optimizer,
+            self.ema,
+            self.checkpoint,
+            self.evaluation,
+            self.tracking,
+        ):
             part.check()
+        if self.model.pretrained is None and self.has_frozen_parts:
+            raise ValueError(
+                "lora.rank, model.trainable and model.frozen need model.pretrained: what is frozen is read from there, "
+                "checkpoints hold what is trained alone"
+            )
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:

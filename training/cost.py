@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -14,6 +15,9 @@ from adaptiveload.scheduling.cost_file import LAWS, CostFile
 from adaptiveload.scheduling.fit import power_law_of
 from adaptiveload.scheduling.flops import MMDiTDims, ModelDims, WanDims
 from adaptiveload.scheduling.memory import MemoryModel, memory_prior
+
+if TYPE_CHECKING:
+    from adaptiveload.training.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -111,59 +115,58 @@ def device_memory_bytes(gpu: str, device: torch.device) -> int:
     return int(GPU_MEMORY_BYTES.get(gpu, psutil.virtual_memory().total))
 
 
-def provenance(
-    model: ModelConfig, gpu: str, device: torch.device, precision: str, meet: str, ranks: int
-) -> dict[str, object]:
+def provenance(config: "RunConfig", gpu: str, device: torch.device, meet: str, ranks: int) -> dict[str, object]:
     """What a cost file is fitted for, but for the recompute level, which its layout gets as well."""
-    layout: dict[str, object] = {"precision": precision, "meet": meet, "ranks": ranks}
+    layout: dict[str, object] = {
+        "precision": config.precision,
+        "meet": meet,
+        "ranks": ranks,
+        "trained": config.describe_trained(),
+        "compile": config.compile,
+    }
     if device.type == "cuda":  # without one a plan for a GPU may be made, but nothing is known of its kernels
         layout["kernels"] = backend_for(device).name
     return {
         "gpu": device_name(device) if device.type == "cuda" else gpu,
-        "model": asdict(model_dims(model)),
+        "model": asdict(model_dims(config.model)),
         "layout": layout,
         "versions": {"torch": torch.__version__},
     }
 
 
 def build_models(
-    config: CostConfig,
-    model: ModelConfig,
+    run: "RunConfig",
     gpu: str,
     device: torch.device,
     *,
-    precision: str,
     meet: str,
-    recompute: str,
     ranks: int,
     seq_lens: list[int],
-    memory_limit_tokens: int | None,
+    trained_share: float,
 ) -> RunModels:
     """Cost and memory models of a run on `ranks` ranks.
 
     Args:
-        config: See `CostConfig`.
-        model: Sizes of the model.
+        run: The run's configuration.
         gpu: From `resolve_gpu`.
         device: Whose name a cost file must be for; on CPU, `gpu`.
-        precision: As in the run's configuration.
         meet: "slot" or "step".
-        recompute: "none" or "full".
         ranks: Ranks that share weights and states.
         seq_lens: Lengths of the data set, over which the power law is fitted to a prior.
-        memory_limit_tokens: The user's limit, if any, for the same.
+        trained_share: Trained parameters over all.
 
     Raises:
         ValueError: If the file is unreadable, lacks the law, or was fitted for something else.
     """
-    memory = memory_prior(model_dims(model), recompute, meet, ranks)
+    config, recompute, dims = run.cost, run.schedule.recompute, model_dims(run.model)
+    memory = memory_prior(dims, recompute, meet, ranks, trained_share)
     if config.file is None:
-        prior = analytic_prior(model_dims(model), gpu, recompute)
-        limit = memory_limit_tokens or 2 * max(seq_lens)
+        prior = analytic_prior(dims, gpu, recompute)
+        limit = run.schedule.memory_limit_tokens or 2 * max(seq_lens)
         cost = prior if config.law == "two_term" else power_law_of(prior, seq_lens, limit)
         return RunModels(cost, memory, "a prior from FLOPs, not measured", False)
     file = CostFile.read(config.file)
-    here = provenance(model, gpu, device, precision, meet, ranks)
+    here = provenance(run, gpu, device, meet, ranks)
     layout = {**here["layout"], "recompute": recompute}  # type: ignore[dict-item]
     mismatches = file.mismatches(here["gpu"], here["model"], layout, here["versions"])  # type: ignore[arg-type]
     if mismatches:

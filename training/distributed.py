@@ -3,6 +3,7 @@
 One rank on a laptop runs the same code as 64 on a cluster: always a process group, always `fully_shard`.
 """
 
+import math
 import os
 import sys
 import time
@@ -229,11 +230,20 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients to a norm of at most `max_norm`; returns the norm of the whole gradient before that.
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, dict[str, float]]:
+    """Scale the gradients to a norm of at most `max_norm`, all of them together.
 
     Call it once a step, after the last micro-batch. Waits for the backward pass.
+
+    Returns:
+        Norm of the whole gradient before that, and of each parameter group by its name; the same on every rank.
     """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    # A DTensor's value is the norm of this rank's shards until it is made whole.
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norms = {}
+    for group in optimizer.param_groups:
+        norm = nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
+        # A DTensor's value is the norm of this rank's shards until it is made whole.
+        norms[group["name"]] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = math.hypot(*norms.values())
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.tensor(total, device=parameters[0].device))
+    return total, norms

@@ -22,7 +22,7 @@ class EmaConfig:
 
 
 class Ema:
-    """Average of `model`'s parameters. Built after sharding, so that each rank averages its own shards.
+    """Average of `model`'s trained parameters. Built after sharding, so that each rank averages its own shards.
 
     Attributes:
         shadow: The averages by parameter name, fp32, sharded as the parameters are.
@@ -30,7 +30,7 @@ class Ema:
 
     def __init__(self, model: nn.Module, config: EmaConfig) -> None:
         self.config = config
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.shadow: dict[str, Tensor] = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def decay_at(self, step: int) -> float:

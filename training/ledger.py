@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptiveload.training.feed import DataConfig
+from adaptiveload.training.step_guard import StepGuard
 
 
 class Ledger:
@@ -24,12 +25,12 @@ class Ledger:
         self.max_lost_share, self.log_samples = config.max_lost_share, config.log_samples
         self.min_drawn = min_drawn
         self.total = total
-        self.lost_path = run_dir / "lost.jsonl"
+        self.lost_path, self.skipped_path = run_dir / "lost.jsonl", run_dir / StepGuard.FILE
         self.samples_dir = run_dir / "samples_used"
 
     def forget_from(self, step: int) -> None:
         """Drop the lines of `step` and later ones, which an earlier try wrote; for one rank, before training."""
-        for path in (self.lost_path, *self.samples_dir.glob("rank-*.jsonl")):
+        for path in (self.lost_path, self.skipped_path, *self.samples_dir.glob("rank-*.jsonl")):
             if path.exists():
                 kept = [line for line in path.read_text().splitlines() if _step_of(line) < step]
                 temporary = path.with_suffix(".tmp")

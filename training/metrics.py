@@ -27,6 +27,7 @@ class RankMeasurement:
         memory_peak_gib: Peak allocated device memory of the step; 0 on CPU.
         num_lost: Samples of the step that the rank could not read.
         busy_s: Busy seconds of each of the rank's micro-batches.
+        compile_s: Seconds of the step that went into torch.compile; not in `busy_s`.
     """
 
     loss_sum: float
@@ -35,6 +36,7 @@ class RankMeasurement:
     memory_peak_gib: float
     num_lost: int
     busy_s: list[float]
+    compile_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class StepMeasurement:
         num_lost: Samples of the step that could not be read.
         step_s, data_wait_s, memory_peak_gib: float64 [R].
         busy_s: float64 [G, R]; 0 where a rank has no such micro-batch.
+        compile_s: Seconds that the others waited for the rank that compiled longest; `step_s` is without them.
     """
 
     loss_sum: float
@@ -54,23 +57,30 @@ class StepMeasurement:
     data_wait_s: np.ndarray
     memory_peak_gib: np.ndarray
     busy_s: np.ndarray
+    compile_s: float = 0.0
 
 
 def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> StepMeasurement:
     """Bring the ranks' measurements of `plan`'s step together; one host collective."""
     busy = mine.busy_s + [0.0] * (plan.num_slots - len(mine.busy_s))
-    scalars = [mine.loss_sum, mine.num_lost, mine.step_s, mine.data_wait_s, mine.memory_peak_gib]
+    scalars = [mine.loss_sum, mine.num_lost, mine.step_s, mine.data_wait_s, mine.memory_peak_gib, mine.compile_s]
     rows = ranks.gather(torch.tensor([*scalars, *busy], dtype=torch.float64)).numpy()
-    loss_sum, num_lost, step_s, data_wait_s, memory_peak_gib, *_ = rows.T
+    loss_sum, num_lost, step_s, data_wait_s, memory_peak_gib, compile_s, *_ = rows.T
     return StepMeasurement(
-        float(loss_sum.sum()), int(num_lost.sum()), step_s, data_wait_s, memory_peak_gib, rows[:, len(scalars) :].T
+        loss_sum=float(loss_sum.sum()),
+        num_lost=int(num_lost.sum()),
+        step_s=step_s - compile_s.max(),
+        data_wait_s=data_wait_s,
+        memory_peak_gib=memory_peak_gib,
+        busy_s=rows[:, len(scalars) :].T,
+        compile_s=float(compile_s.max()),
     )
 
 
 def step_metrics(
-    plan: StepPlan, measured: StepMeasurement, table: SampleTable, dims: ModelDims, device_name: str
+    plan: StepPlan, measured: StepMeasurement, table: SampleTable, dims: ModelDims | None, device_name: str
 ) -> dict[str, float]:
-    """Figures of one step by metric key."""
+    """Figures of one step by metric key; MFU only with `dims` and on a device whose peak is known."""
     step_s = float(measured.step_s.max())
     tokens = int(table.num_tokens[plan.sample_ids].sum())
     busy_by_rank = measured.busy_s.sum(0)
@@ -93,7 +103,7 @@ def step_metrics(
         "batch/num_slots": plan.num_slots,
     }
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
-    if peak is not None:
+    if peak is not None and dims is not None:
         pairs = zip(table.num_tokens[plan.sample_ids], table.text_len[plan.sample_ids], strict=True)
         flops = sum(dims.train_flops(int(tokens), int(text)) for tokens, text in pairs)
         metrics["perf/mfu"] = flops / step_s / len(measured.step_s) / peak

@@ -7,12 +7,16 @@ import torch
 from torch import nn
 
 # Decay shrinks matrices that multiply activations; norms, biases, tables and the first layers keep their scale.
-_NO_DECAY_PARTS = ("modulation", "patch_embedding", "time_embedder", "time_proj")
+_NO_DECAY_PARTS = ("modulation", "patch_embedding", "time_embedder", "time_proj", "img_in", "timestep_embedder")
 
 
 @dataclass
 class OptimizerConfig:
-    """AdamW. `lr` 1e-4 suits training from scratch, 1e-5 fine-tuning."""
+    """AdamW. `lr` 1e-4 suits training from scratch and adapters, 1e-5 fine-tuning of all weights.
+
+    Attributes:
+        max_skipped_in_a_row: Steps in a row that may be skipped because their loss or gradient is not finite.
+    """
 
     lr: float = 1e-4
     beta1: float = 0.9
@@ -21,6 +25,7 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     warmup_steps: int = 1000
     max_grad_norm: float = 1.0
+    max_skipped_in_a_row: int = 3
 
     def check(self) -> None:
         """Raise ValueError for a value outside its range, naming the key."""
@@ -32,8 +37,9 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be in [0, 1)")
-        if self.warmup_steps < 0:
-            raise ValueError(f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
+        for name in ("warmup_steps", "max_skipped_in_a_row"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must not be negative")
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -60,8 +66,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         is_matrix = parameter.ndim >= 2 and not any(part in name for part in _NO_DECAY_PARTS)
         (decay if is_matrix else keep).append(parameter)
     groups = [
-        {"params": decay, "weight_decay": config.weight_decay},
-        {"params": keep, "weight_decay": 0.0},
+        {"name": "matrices", "params": decay, "weight_decay": config.weight_decay},
+        {"name": "spared", "params": keep, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

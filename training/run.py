@@ -8,8 +8,9 @@ import torch
 
 from adaptiveload.data.corpus import Corpus, open_corpus
 from adaptiveload.data.stream import find_shards, peek_normalization, shard_names
-from adaptiveload.models.architectures import VideoTransformer, new_transformer
+from adaptiveload.models.architectures import VideoTransformer
 from adaptiveload.models.config import ModelConfig
+from adaptiveload.models.pretrained import weights_fingerprint
 from adaptiveload.scheduling.cost import analytic_prior
 from adaptiveload.scheduling.order import EndlessOrder, held_out_mask
 from adaptiveload.scheduling.paper_policies import BucketPolicy
@@ -27,14 +28,15 @@ from adaptiveload.training.ema import Ema
 from adaptiveload.training.evaluation import HeldOut
 from adaptiveload.training.feed import MicroBatchDataset, PlannedFeed
 from adaptiveload.training.ledger import Ledger
-from adaptiveload.training.live_step import build_model
+from adaptiveload.training.live_step import build_model, lay_out_model
 from adaptiveload.training.previews import Previews
+from adaptiveload.training.step_guard import StepGuard
 from adaptiveload.training.step_timer import StepTimer
 from adaptiveload.training.stream import StreamFeed, check_stream_config
 from adaptiveload.training.tracker import Tracker
 
-# bf16 weights and fp32 gradients of the whole model, which `meet: step` keeps on every rank over a step.
-_UNSHARDED_BYTES_PER_PARAMETER = 6
+# bf16 weights and fp32 gradients, of the whole model, which `meet: step` keeps on every rank over a step.
+_WEIGHT_BYTES, _GRADIENT_BYTES = 2, 4
 # `meet: auto` spends at most this share of a rank's memory on them; 1.3B takes 8.5 GB of an H200's 141.
 _UNSHARDED_SHARE = 0.125
 # The share of lost samples is taken over at least so many.
@@ -110,12 +112,14 @@ class Run:
     feed: PlannedFeed | StreamFeed
     adaptation: Adaptation | None
     ledger: Ledger
+    guard: StepGuard
     tracker: Tracker | None
     first_step: int
 
     def saved_state(self, plan: StepPlan) -> dict[str, object]:
         """What a checkpoint after `plan` keeps beside tensors. Random numbers are keyed by seed, epoch and sample."""
-        state = {**self.feed.saved_state(plan), "num_lost": self.ledger.total, **self.schedule.identity}
+        counts = {"num_lost": self.ledger.total, "num_skipped": self.guard.total}
+        state = {**self.feed.saved_state(plan), **counts, **self.schedule.identity}
         if self.adaptation is not None:
             state["adaptation"] = self.adaptation.state()
         return state
@@ -158,16 +162,13 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
     gpu = resolve_gpu(config.cost, device)
     meet = resolve_meet(config, gpu, device)
     models = build_models(
-        config.cost,
-        config.model,
+        config,
         gpu,
         device,
-        precision=config.precision,
         meet=meet,
-        recompute=config.schedule.recompute,
         ranks=ranks,
         seq_lens=np.unique(table.computed_tokens()).tolist(),
-        memory_limit_tokens=config.schedule.memory_limit_tokens,
+        trained_share=trained_share(config),
     )
     schedule_config = replace(config.schedule, meet=meet)
     if schedule_config.memory_limit_tokens is None:
@@ -202,7 +203,6 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         "schedule.order_block_size": config.schedule.order_block_size,
         "schedule.lookahead": lookahead,
         "data.held_out_share": config.data.held_out_share,
-        "model": json.loads(json.dumps(asdict(replace(config.model, pretrained=None)))),
     }
     if isinstance(policy, BucketPolicy):
         # Every rank fills buckets of its own there: which samples a step holds depends on these too.
@@ -211,6 +211,21 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
     check_same_data(saved, identity)
     resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
     return Schedule(corpus, table, train_ids, held_out_ids, order, policy, models, history, meet, identity, resolved)
+
+
+def model_identity(config: RunConfig) -> dict[str, object]:
+    """What a resumed run must keep of its model. Its folder may move; frozen weights are read from it again."""
+    identity: dict[str, object] = {"model": json.loads(json.dumps(asdict(replace(config.model, pretrained=None))))}
+    identity["lora"] = json.loads(json.dumps(asdict(config.lora)))
+    if config.model.pretrained is not None and config.has_frozen_parts:
+        identity["model.pretrained"] = weights_fingerprint(config.model.pretrained)
+    return identity
+
+
+def trained_share(config: RunConfig) -> float:
+    """Trained parameters over all."""
+    parameters = list(lay_out_model(config).parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad) / sum(p.numel() for p in parameters)
 
 
 def check_same_data(saved: dict[str, object] | None, identity: dict[str, object]) -> None:
@@ -242,15 +257,16 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         min_drawn = min(_MIN_DRAWN, len(schedule.train_ids))
         if ranks.is_main:
             schedule.corpus.verify()
+    schedule.identity |= model_identity(config)
     ranks.barrier()
 
     model, timer, optimizer = build_model(config, ranks, is_resumed=resume_from is not None)
     ema = Ema(model, config.ema)
     checkpointer = Checkpointer(folder, config.checkpoint, ranks, model, optimizer, ema)
-    first_step, num_lost = 0, 0
+    first_step, num_lost, num_skipped = 0, 0, 0
     if resume_from is not None:
         saved = checkpointer.load(resume_from, schedule.identity)
-        first_step, num_lost = int(saved["step"]), int(saved["num_lost"])
+        first_step, num_lost, num_skipped = (int(saved[key]) for key in ("step", "num_lost", "num_skipped"))
         if isinstance(schedule, Schedule):
             _check_position(schedule, first_step, int(saved["position"]))
     ledger = Ledger(config.run_dir, ranks.rank, config.data, min_drawn, num_lost)
@@ -283,6 +299,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         feed=feed,
         adaptation=adaptation,
         ledger=ledger,
+        guard=StepGuard(config.run_dir, ranks, config.optimizer.max_skipped_in_a_row, num_skipped),
         tracker=Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps)
         if ranks.is_main
         else None,
@@ -416,7 +433,8 @@ def resolve_meet(config: RunConfig, gpu: str, device: torch.device) -> str:
     """Where ranks meet: as configured, or "auto": "step" where gathered weights and gradients fit, else "slot"."""
     if config.schedule.meet != "auto":
         return config.schedule.meet
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in new_transformer(config.model).parameters())
-    memory = device_memory_bytes(gpu, device)
-    return "step" if parameters * _UNSHARDED_BYTES_PER_PARAMETER <= _UNSHARDED_SHARE * memory else "slot"
+    unsharded = sum(
+        parameter.numel() * (_WEIGHT_BYTES + _GRADIENT_BYTES * parameter.requires_grad)
+        for parameter in lay_out_model(config).parameters()
+    )
+    return "step" if unsharded <= _UNSHARDED_SHARE * device_memory_bytes(gpu, device) else "slot"

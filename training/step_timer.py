@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
+from adaptiveload.training.compile_watch import CompileWatch
+
 
 class StepTimer:
     """Times the blocks of a sharded model. Call `attach` after sharding, `start_micro_batch` before each forward."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, compile_watch: CompileWatch | None = None) -> None:
         self.on_gpu = device.type == "cuda"
+        self.compile_watch = compile_watch
         self._spans: list[list[tuple[Any, Any]]] = []
+        self._compiled_s: list[float] = []  # before each micro-batch, since the process began
         self._open: Any = None
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
@@ -35,17 +39,32 @@ class StepTimer:
 
     def start_step(self) -> None:
         """Forget the spans of the last step."""
-        self._spans = []
+        self._spans, self._compiled_s = [], []
 
     def start_micro_batch(self) -> None:
         """Spans from here on belong to a new micro-batch."""
         self._spans.append([])
+        self._compiled_s.append(self._compile_s())
 
     def busy_s(self) -> list[float]:
-        """Busy seconds of each micro-batch of the step; on a GPU only once its backward passes are known to be done."""
+        """Busy seconds of each micro-batch of the step; on a GPU only once its backward passes are known to be done.
+
+        `torch.compile` compiles inside the spans; its seconds are taken off.
+        """
         if self.on_gpu:
-            return [sum(start.elapsed_time(end) for start, end in spans) / 1e3 for spans in self._spans]
-        return [sum(end - start for start, end in spans) for spans in self._spans]
+            spent = [sum(start.elapsed_time(end) for start, end in spans) / 1e3 for spans in self._spans]
+        else:
+            spent = [sum(end - start for start, end in spans) for spans in self._spans]
+        ends = [*self._compiled_s[1:], self._compile_s()]
+        # A GPU may work on while the host compiles, so that more would be taken off than was spent.
+        return [max(busy - (end - start), 0.0) for busy, start, end in zip(spent, self._compiled_s, ends, strict=True)]
+
+    def compile_s(self) -> float:
+        """Seconds of this step that went into compiling."""
+        return self._compile_s() - self._compiled_s[0] if self._compiled_s else 0.0
+
+    def _compile_s(self) -> float:
+        return self.compile_watch.seconds if self.compile_watch else 0.0
 
     def begin(self) -> None:
         """A block's work begins."""
@@ -64,8 +83,12 @@ class StepTimer:
         event.record()
         return event
 
-    def _enter(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = _differentiable((args, kwargs))
+        if not inputs and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            # The first block with trained weights, behind frozen ones: nothing would tell the end of its backward. Its
+            # first input gets a gradient that nobody reads, which costs a block's worth of it.
+            inputs = [next(leaf for leaf in tree_leaves((args, kwargs)) if _is_floating(leaf)).requires_grad_()]
         if inputs:
             # Fires once all gradients of the block's inputs are there, before FSDP's reduce, which waits upstream.
             register_multi_grad_hook(inputs, lambda _gradients: self.end(), mode="all")
@@ -78,6 +101,10 @@ class StepTimer:
         outputs = _differentiable(output)
         if outputs:
             register_multi_grad_hook(outputs, lambda _gradient: self.begin(), mode="any")
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _differentiable(tree: Any) -> list[Tensor]:

@@ -64,7 +64,8 @@ def test_scan_covers_lengths_and_batch_sizes_on_all_ranks(measurements: Path) ->
     assert all(row["reserved_bytes"] is None for row in rows)  # no GPU: not measured, and not made up
     about = json.loads(pq.read_schema(measurements).metadata[b"provenance"])
     assert about["gpu"] == "cpu"
-    assert about["layout"] == {"precision": "fp32", "meet": "step", "ranks": 2}
+    layout = {"precision": "fp32", "meet": "step", "ranks": 2, "trained": "all", "compile": False}
+    assert about["layout"] == layout
     assert about["model"]["num_layers"] == 2
 
 

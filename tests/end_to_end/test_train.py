@@ -26,10 +26,10 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses(run_dir: Path) -> np.ndarray:
+def losses(run_dir: Path, key: str = "train/loss") -> np.ndarray:
     rows = [row for row in read_metrics(run_dir) if "train/loss" in row]
     assert [row["step"] for row in rows] == list(range(20)), "every step once, in order"
-    return np.array([row["train/loss"] for row in rows])
+    return np.array([row[key] for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,13 @@ def test_two_ranks_train_the_same_run(
     keys = (f"schedule.meet={meet}", f"schedule.recompute={recompute}", "data.num_workers=2")
     launch(run_config, f"name=two-{meet}", *keys, ranks=2)
     np.testing.assert_allclose(losses(output_dir / f"two-{meet}"), losses(one_rank), rtol=LOSS_TOLERANCE)
+    # The norm is that of the whole gradient, not of a rank's shards (case c57).
+    for key in ("train/grad_norm", "train/grad_norm_matrices", "train/grad_norm_spared"):
+        np.testing.assert_allclose(
+            losses(output_dir / f"two-{meet}", key), losses(one_rank, key), rtol=10 * LOSS_TOLERANCE, err_msg=key
+        )
+    # The learning rate goes by the step, however many processes count it (case c41).
+    np.testing.assert_array_equal(losses(output_dir / f"two-{meet}", "train/lr"), losses(one_rank, "train/lr"))
 
 
 def test_evaluation_leaves_training_alone(run_config: Path, output_dir: Path, one_rank: Path) -> None:

@@ -102,3 +102,8 @@ def make_wan():
 @pytest.fixture
 def make_mmdit():
     return make_mmdit_model
+
+
+@pytest.fixture
+def sample_maker():
+    return make_samples

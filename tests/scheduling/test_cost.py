@@ -3,6 +3,7 @@ import pytest
 
 from adaptiveload.scheduling.cost import GPU_TFLOPS, PowerCost, TableCost, TwoTermCost, analytic_prior
 from adaptiveload.scheduling.flops import MMDIT_20B, WAN_1_3B, WAN_14B
+from adaptiveload.scheduling.memory import memory_prior
 from adaptiveload.scheduling.metrics import idle_share, load_cv, straggler
 
 TEXT = np.array([512])
@@ -75,3 +76,13 @@ def test_metrics():
             load_cv(bad, "slot")
     with pytest.raises(ValueError, match="meet must be"):
         idle_share(costs, "auto")
+
+
+def test_adapters_take_the_memory_of_what_is_trained():
+    def static_gb(share: float) -> float:
+        return memory_prior(WAN_14B, "full", "slot", ranks=1, trained_share=share).static_bytes / 1e9
+
+    # 14.3 G weights: 20 bytes each and two gathered blocks of 40; frozen ones are bf16, 2 bytes.
+    assert static_gb(1) == pytest.approx(14.28 * (20 + 6 / 20), rel=1e-2)
+    assert static_gb(0) == pytest.approx(14.28 * (2 + 2 / 20), rel=1e-2)
+    assert static_gb(0.01) == pytest.approx(0.01 * static_gb(1) + 0.99 * static_gb(0))

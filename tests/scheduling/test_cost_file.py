@@ -44,6 +44,8 @@ def test_file_for_something_else_says_what_differs():
         ({"model": {"hidden_size": 5120, "num_layers": 30}}, "model hidden_size=1536, here 5120"),
         ({"layout": {**HERE["layout"], "recompute": "none"}}, "recompute full, here none"),
         ({"layout": {**HERE["layout"], "ranks": 1}}, "ranks 2, here 1"),
+        ({"layout": {**HERE["layout"], "trained": "adapters of rank 4"}}, "trained all, here adapters of rank 4"),
+        ({"layout": {**HERE["layout"], "compile": True}}, "compile False, here True"),
         ({"versions": {"torch": "2.13.0"}}, "torch 2.11.0.cu130, here 2.13.0"),
     ):
         (found,) = FILE.mismatches(**{**HERE, **change})

@@ -11,6 +11,7 @@ from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.config import load_config
 from adaptiveload.training.distributed import finish_ranks, start_ranks
 from adaptiveload.training.feed import MicroBatch, planned_sample
+from adaptiveload.training.metrics import RankMeasurement, gather_measurements
 from adaptiveload.training.run import Run, build_run
 from train import forward_backward
 
@@ -30,6 +31,10 @@ def partitions(plan: StepPlan, ranks: int) -> dict[str, tuple]:
     uneven = [(0, 1), *(rest if ranks > 1 else []), (2, 3), *[None] * (ranks - 1), (4, 5), *[None] * (ranks - 1)]
     if ranks == 1:
         uneven[0] = (0, 1, *everyone[6:])
+    # Case c40's dealings: nearly all on one rank, and three micro-batches of 1, 5 and 6.
+    eleven_and_one = [tuple(everyone[:11]), (11,)]
+    one_five_six = [(0,), tuple(everyone[1:6]), tuple(everyone[6:])]
+    one_five_six += [()] * (-len(one_five_six) % ranks)
     return {
         name: tuple(tuple(parts[g * ranks : (g + 1) * ranks]) for g in range(len(parts) // ranks))
         for name, parts in (
@@ -37,19 +42,23 @@ def partitions(plan: StepPlan, ranks: int) -> dict[str, tuple]:
             ("interleaved", interleaved),
             ("lopsided", lopsided),
             ("uneven", uneven),
+            ("eleven and one", eleven_and_one),
+            ("one, five and six", one_five_six),
         )
     }
 
 
-def gradient(run: Run, plan: StepPlan) -> torch.Tensor:
-    """Whole gradient of `plan`, float32, on every rank."""
+def gradient(run: Run, plan: StepPlan) -> tuple[torch.Tensor, float]:
+    """Whole gradient of `plan`, float32, and the loss that is logged, on every rank."""
     batches: list[MicroBatch] = []
     for indices in plan.micro_batches(run.ranks.rank):
         planned = tuple(planned_sample(plan, run.schedule.corpus, i) for i in indices)
         batches.append(run.feed.dataset[planned])
     run.model.zero_grad()
-    forward_backward(run, plan, iter(batches))  # what train.py runs
-    return torch.cat([parameter.grad.full_tensor().flatten() for parameter in run.model.parameters()])
+    losses, _ = forward_backward(run, plan, iter(batches))  # what train.py runs
+    mine = RankMeasurement(sum(float(loss.sum()) for loss, _ in losses), 1.0, 0.0, 0.0, 0, [])
+    loss = gather_measurements(run.ranks, plan, mine).loss_sum / plan.normalizer
+    return torch.cat([parameter.grad.full_tensor().flatten() for parameter in run.model.parameters()]), loss
 
 
 def main(config_path: str, output: str) -> None:
@@ -63,7 +72,7 @@ def main(config_path: str, output: str) -> None:
             if name.startswith("proj_out"):
                 parameter.to_local().fill_(0.05)
     plan = run.schedule.policy.plan(0)
-    gradients = {}
+    found = {}
     for name, slots in partitions(plan, ranks.world_size).items():
         for meet in ("slot", "step") if name != "uneven" else ("step",):
             shape = (len(slots), ranks.world_size)
@@ -75,9 +84,9 @@ def main(config_path: str, output: str) -> None:
                 costs_us=np.ones(shape, np.int64),
                 num_tokens=np.ones(shape, np.int64),
             )
-            gradients[f"{name}/{meet}"] = gradient(run, dealt)
+            found[f"{name}/{meet}"] = gradient(run, dealt)
     if ranks.is_main:
-        torch.save(gradients, Path(output))
+        torch.save(found, Path(output))
     if run.tracker is not None:
         run.tracker.close()
     finish_ranks(ranks)

@@ -28,6 +28,12 @@ from adaptiveload.training.config import load_config, save_config
         ("ema.decay=1", "ema.decay"),
         ("checkpoint.keep=0", "checkpoint.keep"),
         ("tracking.wandb=yes", "tracking.wandb"),
+        ("optimizer.max_skipped_in_a_row=-1", "optimizer.max_skipped_in_a_row"),
+        ("lora.rank=-2", "lora.rank=-2"),
+        ("lora.targets=attention", "lora.targets: "),
+        ("lora.rank=4", "need model.pretrained"),
+        ("model.frozen=[blocks]", "need model.pretrained"),
+        ("compile=maybe", "compile: Value 'maybe'"),
     ],
 )
 def test_bad_override_names_key_and_reason(override: str, expected: str) -> None:
@@ -60,3 +66,15 @@ def test_saved_configuration_loads_equal(tmp_path: Path) -> None:
     config = load_config(None, ["seed=3", "model.num_layers=2"])
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_what_is_trained_is_told_in_words() -> None:
+    def told(*keys: str) -> str:
+        return load_config(None, ["model.pretrained=folder", *keys]).describe_trained()
+
+    assert told() == "all"
+    assert told("lora.rank=4") == "adapters of rank 4 on attention"
+    assert told("model.frozen=[blocks]") == "trainable all; frozen ['blocks']"
+    assert told("lora.rank=4", "model.trainable=[proj_out]") == (
+        "adapters of rank 4 on attention; trainable ['proj_out']"
+    )

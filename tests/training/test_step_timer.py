@@ -18,3 +18,6 @@ def test_busy_time_leaves_waiting_out_and_counts_recompute(tmp_path: Path) -> No
     # The recomputed forward runs inside the backward span.
     assert slow[1]["busy_s"] >= 2 * slept
     assert waiting[1]["busy_s"] < 0.25 * slept
+    # So it does where the first block's inputs have no gradient: nothing before its feed-forward is trained.
+    assert slow[2]["busy_s"] >= 2 * slept
+    assert waiting[2]["busy_s"] < 0.25 * slept
