@@ -155,7 +155,7 @@ def _varlen(batches: list[AttentionBatch], device: torch.device) -> VarlenBatch:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class AttentionCalls:
     """The dense calls of a micro-batch, in a shell that `torch.compile` does not look into.
 
     It would compile anew for every length of a bare list.

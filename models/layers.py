@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own 
 from torch.utils.checkpoint import checkpoint
 
 from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
-from adaptiveload.models.attention import AttentionPlan
+from adaptiveload.models.attention import AttentionCalls
 from adaptiveload.models.packing import Grid
 
 # First, last or other block, one segment or more, with and without recomputation: 12, and room for what dtypes add.
@@ -144,7 +144,7 @@ class Attention(nn.Module):
         self,
         x: torch.Tensor,
         context: torch.Tensor,
-        attention: AttentionPlan,
+        attention: AttentionCalls,
         rotary: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend from x [N, D] to context [M, D], sample by sample; `rotary` [N, hd / 2] turns queries and keys."""

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own documentation uses)
 
 from adaptiveload.kernels.adaln import adaln
-from adaptiveload.models.attention import AttentionPlan, attention_batches
+from adaptiveload.models.attention import AttentionCalls, attention_batches
 from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
 from adaptiveload.models.layers import (
     Attention,
@@ -104,8 +104,8 @@ class PackedLayout:
     """What all blocks need to know about a micro-batch, worked out once on the host."""
 
     segment_offsets: torch.Tensor
-    self_attention: AttentionPlan
-    cross_attention: AttentionPlan
+    self_attention: AttentionCalls
+    cross_attention: AttentionCalls
 
 
 class Modulation(nn.Module):
@@ -271,8 +271,8 @@ class WanTransformer(nn.Module):
         rotary = rotary_table(batch.grids, config.attention_head_dim, latents.device)
         layout = PackedLayout(
             segment_offsets=batch.segment_offsets,
-            self_attention=AttentionPlan(attention_batches(batch.seq_offsets)),
-            cross_attention=AttentionPlan(attention_batches(batch.seq_offsets, config.text_len)),
+            self_attention=AttentionCalls(attention_batches(batch.seq_offsets)),
+            cross_attention=AttentionCalls(attention_batches(batch.seq_offsets, config.text_len)),
         )
         x = self.patch_embedding(latents.to(dtype))  # [N, D]
         x = x.float() if config.residual_fp32 else x

@@ -13,9 +13,10 @@ import torch
 from adaptiveload.data.video import write_mp4
 from adaptiveload.models.flow_matching import timesteps
 from adaptiveload.models.packing import PackedSample, pack, patchify
+from adaptiveload.models.wan import WanTransformer
 from adaptiveload.training.config import load_config
+from adaptiveload.training.trained_weights import TrainedWeights
 from scripts.export import export_run
-from scripts.sample import load_averaged_model
 from tests.launching import ROOT, environment
 
 SIZES = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 48, "num_layers": 2, "freq_dim": 16}
@@ -109,8 +110,10 @@ def test_the_file_of_the_documented_commands_makes_a_video_in_diffusers(folder: 
     # Merged into a folder, and by our own model: the same.
     export_run(run_dir, folder / "merged", ema=True, merge=True)
     merged = WanTransformer3DModel.from_pretrained(folder / "merged")
-    ours, steps = load_averaged_model(run_dir, load_config(run_dir / "config.yaml"), torch.device("cpu"))
-    assert steps == 3
+    config = load_config(run_dir / "config.yaml")
+    ours, weights = WanTransformer(config.model), TrainedWeights(run_dir, config, averaged=True)
+    ours.load_state_dict(weights.read(list(weights.shapes)))
+    assert weights.step == 3
     sample = PackedSample("k", (2, 2, 3), patchify(latents[0], (1, 2, 2)), torch.zeros(12, 64), 0.7, text[0])
     batch = pack([sample])
     with torch.no_grad():
