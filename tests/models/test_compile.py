@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
-from adaptiveload.models.layers import compile_blocks
+from adaptiveload.models.layers import Block, compile_blocks
 from adaptiveload.models.lora import LoraConfig, add_adapters, draw_adapters
 from adaptiveload.models.packing import pack
 from adaptiveload.training.compile_watch import CompileWatch
@@ -61,6 +61,27 @@ def test_gradients_are_those_of_eager_blocks_and_few_graphs_serve_all_shapes(
     with torch.no_grad():
         model(noisy_latents(batch), timesteps(batch), batch)
     assert watch.count == counts[-1]
+
+
+class Doubling(Block):
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_the_fusion_that_gives_wrong_gradients_is_off_whatever_is_configured() -> None:
+    """pytorch#193061. Looked at while inductor compiles, where the configuration asks for it."""
+    block, seen = Doubling(), []
+    compile_blocks([block])
+
+    def look(_graph: torch.fx.Graph) -> None:
+        seen.append(torch._inductor.config.triton.mix_order_reduction)
+
+    with torch._inductor.config.patch({"triton.mix_order_reduction": True, "post_grad_custom_post_pass": look}):
+        x = torch.ones(4, requires_grad=True)
+        assert torch.equal(block(x, recompute="none"), 2 * torch.ones(4))
+        assert torch._inductor.config.triton.mix_order_reduction
+    assert seen
+    assert not any(seen)
 
 
 @pytest.mark.gpu
