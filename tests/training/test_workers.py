@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import psutil
@@ -133,6 +135,27 @@ def test_a_worker_uses_its_memory_again_but_never_what_is_still_looked_at() -> N
     loaded.close()
     assert [view.tolist() for view in kept] == [[20_000] * 5, [200_000] * 5, [1000] * 5]
     assert handover._opened.keys() == opened
+
+
+@dataclass
+class _Pinned:
+    values: torch.Tensor
+    is_pinned: bool = False
+
+    def pin_memory(self) -> "_Pinned":
+        return _Pinned(self.values.clone(), True)
+
+
+def test_what_can_be_pinned_is_pinned_where_it_arrives() -> None:
+    """As DataLoader's thread does on a GPU: a parcel knows what is in it."""
+    values = torch.arange(5.0)
+    for item, is_pinned in ((_Pinned(values), True), ((values, "no method"), False)):
+        arrived = ForkingPickler.loads(ForkingPickler.dumps(handover.pack_up(item)))
+        found = arrived.pin_memory()
+        assert isinstance(found, _Pinned) == is_pinned
+        assert not is_pinned or found.is_pinned
+        assert torch.equal(found.values if is_pinned else found[0], values)
+    handover.forget(arrived.worker)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7])
