@@ -33,11 +33,14 @@ def only(triples: list[Triple], folder: Path) -> tuple[str, str]:
     return "-include", str(header)
 
 
-def build_emulated(folder: Path, *flags: str, sources: list[Path] | None = None) -> Path:
-    """The kernels' own sources, compiled by g++ for the CPU: a library with the interface of the CUDA one."""
+def build_emulated(folder: Path, *flags: str, sources: list[Path] | None = None, sweep: bool = True) -> Path:
+    """The kernels' own sources, compiled by g++ for the CPU: a library with the interface of the CUDA one.
+
+    With `sweep` a few dtypes have also the layouts that are not kept.
+    """
     command = ["g++", "-std=c++17", "-O1", "-fPIC", "-w", "-DADALN_EMULATE", *flags]
     command += [f"-I{EMULATION}", f"-I{SOURCES}"]
-    swept = sources_of(SAME)  # layouts that are not kept are only tried with these
+    swept = sources_of(SAME) if sweep else []
     sources = sources or sorted(SOURCES.glob("*.cu"))
     assert set(sources) >= set(swept)
     objects = [folder / f"{source.stem}.o" for source in sources]
