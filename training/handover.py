@@ -7,14 +7,18 @@ and none is larger than the largest item.
 """
 
 import io
+import logging
 import os
 import pickle
+import shutil
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+
+logger = logging.getLogger(__name__)
 
 # The first byte of a piece says whether its item is still in use; the tensors begin at multiples of this.
 _ALIGNMENT = 64
@@ -77,6 +81,18 @@ def pack_up(item: Any) -> Parcel:
         memory[start : start + size] = buffer.raw()
     memory[0] = 1
     return Parcel(os.getpid(), piece, spans, stream.getvalue(), is_new)
+
+
+def warn_of_little_room(num_bytes: int, folder: str = "/dev/shm") -> None:
+    """Log a warning if workers may need more shared memory than there is: one that gets none dies."""
+    if os.path.isdir(folder) and (free := shutil.disk_usage(folder).free) < num_bytes:
+        logger.warning(
+            "%s has %.0f MiB left, the workers of a rank may need %.0f MiB there and die without: give it more room "
+            "(docker run --shm-size), or lower data.num_workers or schedule.memory_limit_tokens",
+            folder,
+            free / 2**20,
+            num_bytes / 2**20,
+        )
 
 
 def forget(worker: int) -> None:

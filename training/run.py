@@ -27,6 +27,7 @@ from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.ema import Ema
 from adaptiveload.training.evaluation import HeldOut
 from adaptiveload.training.feed import MicroBatchDataset, PlannedFeed
+from adaptiveload.training.handover import warn_of_little_room
 from adaptiveload.training.ledger import Ledger
 from adaptiveload.training.live_step import build_model, lay_out_model
 from adaptiveload.training.previews import Previews
@@ -327,6 +328,8 @@ def planned_feeds(config: RunConfig, ranks: Ranks, schedule: Schedule, first_ste
     table = schedule.table
     largest = max(limit_of(schedule.settings), int(table.num_tokens.max()))
     text_bytes_per_token = float((table.text_len / table.num_tokens).max()) * config.model.text_dim * 2
+    micro_batch_bytes = int(largest * (geometry.token_size * 2 * 4 + text_bytes_per_token))
+    warn_of_little_room(micro_batch_bytes * config.data.num_workers)
     feed = PlannedFeed(
         training,
         schedule.corpus,
@@ -334,7 +337,7 @@ def planned_feeds(config: RunConfig, ranks: Ranks, schedule: Schedule, first_ste
         ranks.rank,
         range(first_step, config.max_steps),
         config.data,
-        micro_batch_bytes=int(largest * (geometry.token_size * 2 * 4 + text_bytes_per_token)),
+        micro_batch_bytes=micro_batch_bytes,
         pin_memory=ranks.device.type == "cuda",
     )
     return feed, held_out

@@ -210,7 +210,7 @@ def explain_worker_failure(error: RuntimeError, rank: int) -> str | None:
     elif "is killed by signal" in text or "exited unexpectedly" in text:
         cause = (
             "died. Killed from outside it is most often for memory: lower data.prefetch_mib or data.num_workers, "
-            "and see the kernel's log"
+            "and see the kernel's log; by a bus error, for room in /dev/shm (docker run --shm-size)"
         )
     else:
         return None

@@ -168,3 +168,12 @@ def test_closing_ends_the_workers_wherever_they_are(taken: int) -> None:
     assert len(asked) == taken + loaded.ahead
     loaded.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "data" and thread not in before]
+
+
+def test_little_shared_memory_is_told_before_it_kills_a_worker(tmp_path, caplog):
+    handover.warn_of_little_room(1, str(tmp_path))
+    handover.warn_of_little_room(2**62, str(tmp_path / "absent"))
+    assert not caplog.records
+    handover.warn_of_little_room(2**62, str(tmp_path))
+    assert "docker run --shm-size" in caplog.text
+    assert "data.num_workers" in caplog.text
