@@ -42,6 +42,9 @@ class LatentCodec(Protocol):
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """float32 [C, f, h, w] -> uint8 [F, H, W, 3]."""
 
+    def to(self, device: str) -> None:
+        """Move what it computes with; codecs without weights stay."""
+
 
 # Kept coefficients as (temporal, vertical, horizontal) frequencies. Channel i of both kinds of latent frame is the same
 # spatial frequency where it can be: a later frame spends the last four luma channels on motion instead of detail.
@@ -105,6 +108,9 @@ class DctCodec:
     def encode_batch(self, clips: Sequence[np.ndarray]) -> list[np.ndarray]:
         """`encode` of each clip."""
         return [self.encode(frames) for frames in clips]
+
+    def to(self, device: str) -> None:
+        """It has no weights."""
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """float32 [16, f, h, w] -> uint8 [F, H, W, 3], clipped to the range of a byte.

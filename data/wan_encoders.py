@@ -42,7 +42,7 @@ class WanVaeCodec:
         self.settings = precision
         self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         weights = _digest(self._vae.state_dict())
-        self._vae.to(device, self._dtype).eval()
+        self._vae.to(dtype=self._dtype).eval()
         stride = self.tile_side - self.tile_overlap
         self._vae.enable_tiling(self.tile_side, self.tile_side, stride, stride)
         self._vae.use_tiling = False
@@ -57,8 +57,14 @@ class WanVaeCodec:
         self.normalization_hash = hashlib.blake2b(
             self.name.encode() + constants.tobytes() + weights, digest_size=8
         ).hexdigest()
-        self._mean, self._std = torch.from_numpy(constants).to(device)[:, :, None, None, None]  # [C, 1, 1, 1] each
+        self._mean, self._std = torch.from_numpy(constants)[:, :, None, None, None]  # [C, 1, 1, 1] each
+        self.to(device)
+
+    def to(self, device: str) -> None:
+        """Move weights and constants."""
         self._device = device
+        self._vae.to(device)
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
 
     @torch.no_grad()
     def encode(self, frames: np.ndarray) -> np.ndarray:

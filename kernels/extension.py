@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from adaptiveload.kernels.library import DTYPES, VECTOR, Library, address, stream_of, warn_of_scalar_path
+from adaptiveload.kernels.library import DTYPES, NO_INSTANCE, VECTOR, Library, address, stream_of, warn_of_scalar_path
 from adaptiveload.kernels.qk_extension import QkExtension
 from adaptiveload.kernels.reference import Gradients, Inputs, Wanted
 
 MAX_INLINE_OFFSETS = 512
 MAX_VECTOR_HIDDEN_SIZE = 8192
-NO_INSTANCE = -1
 ITEM_SIZES = {number: dtype.itemsize for dtype, number in DTYPES.items()}
 
 

@@ -14,6 +14,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+NO_INSTANCE = -1  # csrc/device.cuh, kNoInstance
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # csrc/device.cuh, Dtype
 VECTOR = 8  # elements that a thread reads together
 

@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, 
 
 import torch
 
-from adaptiveload.kernels.library import DTYPES, VECTOR, Library, address, stream_of, warn_of_scalar_path
+from adaptiveload.kernels.library import DTYPES, NO_INSTANCE, VECTOR, Library, address, stream_of, warn_of_scalar_path
 from adaptiveload.kernels.qk_reference import QkInputs
 
 MAX_THREADS = 512
@@ -119,18 +119,13 @@ class QkExtension:
         Returns:
             Whether the fast kernels can read these heads.
         """
-        blocks = SCALAR_BLOCKS_PER_MULTIPROCESSOR
         params.vectors, params.rows = choose_layout(params.num_heads, is_backward)
-        is_fast = is_aligned and params.num_heads * params.head_dim <= MAX_THREADS * VECTOR * params.vectors
+        fits = is_aligned and params.num_heads * params.head_dim <= MAX_THREADS * VECTOR * params.vectors
+        blocks = self._num_blocks(params, is_backward) if fits else 0
+        is_fast = blocks > 0
         if not is_fast:
-            warn_of_scalar_path(f"QK norm of {params.num_heads} heads of {params.head_dim}, or misaligned")
-        else:
-            key = (params.device, params.dtype, params.num_heads, params.head_dim, params.width, is_backward)
-            if key not in self._blocks_that_fit:
-                count = c_int()
-                self._library.call("qk_blocks_per_multiprocessor", byref(params), int(is_backward), byref(count))
-                self._blocks_that_fit[key] = count.value
-            blocks = self._blocks_that_fit[key]
+            warn_of_scalar_path(f"QK norm of {params.num_heads} heads of {params.head_dim}, too wide or misaligned")
+            blocks = SCALAR_BLOCKS_PER_MULTIPROCESSOR
         num_rows = sum(side.num_rows for side in params.sides)
         # One less, because the last block of q and the last of k may both be partly filled.
         num_blocks = max(1, self._library.num_multiprocessors(params.device) * blocks - 1)
@@ -138,6 +133,17 @@ class QkExtension:
         for side in params.sides:
             side.num_blocks = -(-side.num_rows // params.rows_per_block)
         return is_fast
+
+    def _num_blocks(self, params: QkParams, is_backward: bool) -> int:
+        """Blocks of the fast kernel that fit on a multiprocessor; 0 if not even one does."""
+        key = (params.device, params.dtype, params.num_heads, params.head_dim, params.width, is_backward)
+        if key not in self._blocks_that_fit:
+            count = c_int()
+            self._library.call(
+                "qk_blocks_per_multiprocessor", byref(params), int(is_backward), byref(count), accept=(NO_INSTANCE,)
+            )
+            self._blocks_that_fit[key] = count.value
+        return self._blocks_that_fit[key]
 
 
 def _readable_inputs(

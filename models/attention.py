@@ -95,7 +95,10 @@ class JointPlans:
         self._planned.add(batch)
 
     def split(self, batches: Sequence[AttentionBatch], device: torch.device) -> list[AttentionBatch | VarlenBatch]:
-        """`batches`, those that are not worth a plan merged into variable-length calls, in order."""
+        """`batches`, those that are not worth a plan merged into variable-length calls, in order.
+
+        Without gradients nothing is learned: evaluation and previews leave training as it is, to the last bit.
+        """
         calls: list[AttentionBatch | VarlenBatch] = []
         for is_dense, run in groupby(batches, self._is_worth_a_plan):
             neighbours = list(run)
@@ -105,6 +108,8 @@ class JointPlans:
     def _is_worth_a_plan(self, batch: AttentionBatch) -> bool:
         if batch in self._planned:
             return True
+        if not torch.is_grad_enabled():
+            return False
         if len(self._planned) >= self.max_plans:
             return False
         if batch in self._seen:

@@ -134,8 +134,9 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The batch with latents, noise, sigma and text in page-locked memory; `DataLoader` calls this."""
-        return self._map(torch.Tensor.pin_memory)
+        """A copy with latents, noise, sigma and text in page-locked memory; `DataLoader` calls this."""
+        others = ("seq_offsets", "text_offsets", "segment_offsets", "weights")
+        return replace(self._map(torch.Tensor.pin_memory), **{name: getattr(self, name).clone() for name in others})
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         names = ("latents", "noise", "sigma", "text")

@@ -84,11 +84,19 @@ def pack_up(item: Any) -> Parcel:
 
 
 def warn_of_little_room(num_bytes: int, folder: str = "/dev/shm") -> None:
-    """Log a warning if workers may need more shared memory than there is: one that gets none dies."""
+    """Log a warning if the workers of this machine may need more shared memory than there is: one that gets none dies.
+
+    Args:
+        num_bytes: For the workers of one rank.
+        folder: Where shared memory is.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    num_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if os.path.isdir(folder) and (free := shutil.disk_usage(folder).free) < num_bytes:
         logger.warning(
-            "%s has %.0f MiB left, the workers of a rank may need %.0f MiB there and die without: give it more room "
-            "(docker run --shm-size), or lower data.num_workers or schedule.memory_limit_tokens",
+            "%s has %.0f MiB left, the data workers of this machine may need %.0f MiB there and die without: give it "
+            "more room (docker run --shm-size), or lower data.prefetch_mib or data.num_workers",
             folder,
             free / 2**20,
             num_bytes / 2**20,

@@ -81,7 +81,8 @@ class Previews:
     ) -> None:
         self.config, self.flow, self.geometry, self.ranks = config, flow, geometry, ranks
         self.memory_limit_tokens, self.run_dir = memory_limit_tokens, run_dir
-        self.codec = open_codec(corpus.info, config.vae_dir, ranks.device, "previews.vae_dir")
+        # On the GPU only while previews are made: the memory is training's.
+        self.codec = open_codec(corpus.info, config.vae_dir, "cpu", "previews.vae_dir")
         rows = choose_samples(corpus, held_out_share, seed, config.num_samples)
         self.wanted = wanted_of_corpus(corpus, rows, seed, ranks)
 
@@ -94,6 +95,7 @@ class Previews:
         folder = self.run_dir / "previews"
         folder.mkdir(exist_ok=True, parents=True)
         name = f"step_{step:08d}"
+        self.codec.to(str(self.ranks.device))
         made = make_samples(
             model,
             self.wanted,
@@ -105,6 +107,7 @@ class Previews:
             self.memory_limit_tokens,
             lambda key: folder / f"{name}_{key}",
         )
+        self.codec.to("cpu")
         if not made:
             return None
         sheet = folder / f"{name}.png"

@@ -35,6 +35,7 @@ from adaptiveload.training.step_guard import StepGuard
 from adaptiveload.training.step_timer import StepTimer
 from adaptiveload.training.stream import StreamFeed, check_stream_config
 from adaptiveload.training.tracker import Tracker
+from adaptiveload.training.workers import TAKEN_OVER
 
 # bf16 weights and fp32 gradients, of the whole model, which `meet: step` keeps on every rank over a step.
 _WEIGHT_BYTES, _GRADIENT_BYTES = 2, 4
@@ -120,6 +121,7 @@ class Run:
     def saved_state(self, plan: StepPlan) -> dict[str, object]:
         """What a checkpoint after `plan` keeps beside tensors. Random numbers are keyed by seed, epoch and sample."""
         counts = {"num_lost": self.ledger.total, "num_skipped": self.guard.total}
+        counts["num_skipped_in_a_row"] = self.guard.in_a_row
         state = {**self.feed.saved_state(plan), **counts, **self.schedule.identity}
         if self.adaptation is not None:
             state["adaptation"] = self.adaptation.state()
@@ -264,10 +266,11 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     model, timer, optimizer = build_model(config, ranks, is_resumed=resume_from is not None)
     ema = Ema(model, config.ema)
     checkpointer = Checkpointer(folder, config.checkpoint, ranks, model, optimizer, ema)
-    first_step, num_lost, num_skipped = 0, 0, 0
+    first_step, num_lost, skipped = 0, 0, (0, 0)
     if resume_from is not None:
         saved = checkpointer.load(resume_from, schedule.identity)
-        first_step, num_lost, num_skipped = (int(saved[key]) for key in ("step", "num_lost", "num_skipped"))
+        first_step, num_lost = int(saved["step"]), int(saved["num_lost"])
+        skipped = int(saved["num_skipped"]), int(saved["num_skipped_in_a_row"])
         if isinstance(schedule, Schedule):
             _check_position(schedule, first_step, int(saved["position"]))
     ledger = Ledger(config.run_dir, ranks.rank, config.data, min_drawn, num_lost)
@@ -300,7 +303,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         feed=feed,
         adaptation=adaptation,
         ledger=ledger,
-        guard=StepGuard(config.run_dir, ranks, config.optimizer.max_skipped_in_a_row, num_skipped),
+        guard=StepGuard(config.run_dir, ranks, config.optimizer.max_skipped_in_a_row, *skipped),
         tracker=Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps)
         if ranks.is_main
         else None,
@@ -329,7 +332,8 @@ def planned_feeds(config: RunConfig, ranks: Ranks, schedule: Schedule, first_ste
     largest = max(limit_of(schedule.settings), int(table.num_tokens.max()))
     text_bytes_per_token = float((table.text_len / table.num_tokens).max()) * config.model.text_dim * 2
     micro_batch_bytes = int(largest * (geometry.token_size * 2 * 4 + text_bytes_per_token))
-    warn_of_little_room(micro_batch_bytes * config.data.num_workers)
+    if prefetched := config.data.prefetch_factor(micro_batch_bytes):
+        warn_of_little_room(micro_batch_bytes * (config.data.num_workers * prefetched + TAKEN_OVER))
     feed = PlannedFeed(
         training,
         schedule.corpus,

@@ -141,7 +141,7 @@ def on_main(ranks: Ranks, function: Callable[[], _Value]) -> _Value:
     return result  # type: ignore[return-value]
 
 
-def open_codec(info: DatasetInfo, vae_dir: Path | str | None, device: torch.device, option: str) -> LatentCodec:
+def open_codec(info: DatasetInfo, vae_dir: Path | str | None, device: torch.device | str, option: str) -> LatentCodec:
     """The codec that decodes a dataset's latents.
 
     Args:
@@ -168,7 +168,7 @@ def open_codec(info: DatasetInfo, vae_dir: Path | str | None, device: torch.devi
     return codec
 
 
-def open_vae(vae_dir: Path | str, device: torch.device) -> LatentCodec:
+def open_vae(vae_dir: Path | str, device: torch.device | str) -> LatentCodec:
     """The VAE in a local folder."""
     from adaptiveload.data.wan_encoders import WanVaeCodec  # takes seconds to import
 

@@ -20,14 +20,15 @@ class StepGuard:
         ranks: All of them must ask together.
         max_in_a_row: `optimizer.max_skipped_in_a_row`.
         total: Steps skipped before this start, from the checkpoint.
+        in_a_row: Those at its end, so that a run launched again and again does not walk on.
     """
 
     FILE = "skipped.jsonl"
 
-    def __init__(self, run_dir: Path, ranks: Ranks, max_in_a_row: int, total: int) -> None:
+    def __init__(self, run_dir: Path, ranks: Ranks, max_in_a_row: int, total: int, in_a_row: int) -> None:
         self.path = run_dir / self.FILE
         self.ranks, self.max_in_a_row = ranks, max_in_a_row
-        self.total, self.in_a_row = total, 0
+        self.total, self.in_a_row = total, in_a_row
 
     def why_skip(self, step: int, grad_norm: float, losses: MicroBatchLosses) -> str | None:
         """Why the optimizer must not take the step, or None; on all ranks, after backward, before the optimizer.

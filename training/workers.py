@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -38,8 +39,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def start_worker_server() -> None:
     """Start the process that workers are forked from, so that it has imported its modules when they are needed.
 
-    It ends after this process and all workers have ended, however that happens.
+    It ends after this process and all workers have ended, however that happens. This process and they may then have as
+    many files open as the system allows: every item under way holds one, and 1,024, the usual limit, are soon used up.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     forkserver.ensure_running()
 

@@ -111,6 +111,15 @@ __device__ __forceinline__ void store_vector<float>(float* target, const float (
   }
 }
 
+// Lets a kernel have `bytes` of dynamic shared memory; kNoInstance if the GPU has not so much for a block.
+constexpr int kNoInstance = -1;
+template <class Kernel> int allow_shared_memory(Kernel kernel, int bytes) {
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaErrorInvalidValue) return error;
+  cudaGetLastError();  // it is forgotten
+  return kNoInstance;
+}
+
 // ---- asynchronous copies to shared memory ---------------------------------------------------------------------------
 
 #ifdef ADALN_EMULATE

@@ -16,7 +16,6 @@ namespace adaln {
 #define FOR_EACH_BACKWARD_LAYOUT(macro) FOR_EACH_FORWARD_LAYOUT(macro)
 #endif
 
-constexpr int kNoInstance = -1;
 constexpr int kMaxRingBytes = 220 * 1024;  // of the 227 KB that a block may have on Hopper; the rest are the sums
 
 // Launches, or, where `blocks_per_sm` is given, only says how many blocks a multiprocessor should have: as many as have
@@ -25,9 +24,7 @@ template <class Kernel, int V> int launch_rows(const Params& p, cudaStream_t str
   const int num_warps = (p.hidden_size + 32 * kVector * V - 1) / (32 * kVector * V);
   const int num_threads = 32 * num_warps, bytes = Kernel::kStages * Kernel::stage_bytes(p, num_threads);
   if (num_threads > kMaxThreads || num_threads > Kernel::kThreads || bytes > kMaxRingBytes) return kNoInstance;
-  const cudaError_t error =
-      cudaFuncSetAttribute(row_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
+  if (const int error = allow_shared_memory(row_kernel<Kernel>, bytes)) return error;
   if (blocks_per_sm != nullptr) {
     int fitting = 0;
     const cudaError_t failed =

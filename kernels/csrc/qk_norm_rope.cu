@@ -9,8 +9,7 @@ template <class Kernel> int launch(Kernel kernel, int bytes, const QkParams& p, 
   const int num_threads = (columns_of(p) / p.vectors / kVector + 31) / 32 * 32;
   bytes *= num_threads;
   // Also for 48 KB and less: with the static part it may be more.
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
+  if (const int error = allow_shared_memory(kernel, bytes)) return error;
   if (fits != nullptr) return cudaOccupancyMaxActiveBlocksPerMultiprocessor(fits, kernel, num_threads, bytes);
   LAUNCH(kernel, dim3(p.sides[0].num_blocks + p.sides[1].num_blocks), dim3(num_threads), bytes, stream, p);
   return cudaGetLastError();
@@ -55,7 +54,7 @@ extern "C" {
 
 int qk_params_bytes() { return sizeof(QkParams); }
 
-// How many blocks of the fast kernel fit on a multiprocessor.
+// How many blocks of the fast kernel fit on a multiprocessor; kNoInstance if a row is too wide for one.
 int qk_blocks_per_multiprocessor(const QkParams* p, int is_backward, int* count) {
   const adaln::OnDevice guard(p->device);
   return guard.error() ? guard.error() : adaln::launch_rows(*p, is_backward, nullptr, count);

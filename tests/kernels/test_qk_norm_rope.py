@@ -131,6 +131,12 @@ def test_cross_attention_has_other_numbers_of_keys(where, num_tokens, per_head):
     assert_matches(run(where, inputs), inputs)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_rows_too_wide_for_shared_memory_take_the_scalar_path(where, dtype):  # float32 backward: 256 KiB for a block
+    inputs = make_inputs(3, num_heads=64, head_dim=128, dtype=dtype)
+    assert_matches(run(where, inputs), inputs)
+
+
 def test_odd_head_dim_without_rotation(where):
     for per_head in (False, True):
         inputs = make_inputs(head_dim=7, per_head=per_head, rotary=False)

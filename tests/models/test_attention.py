@@ -67,6 +67,17 @@ def test_joint_lengths_that_come_again_are_planned_while_there_is_room():
     assert calls(6, 7, 8) == [[0, 6], AttentionBatch(1, 7, 7), [0, 8]]
 
 
+def test_evaluation_and_previews_plan_no_joint_lengths():
+    plans, cpu = JointPlans(), torch.device("cpu")
+    with torch.no_grad():
+        for _ in range(3):
+            plans.split(attention_batches(offsets([5])), cpu)
+    assert [isinstance(call, VarlenBatch) for call in plans.split(attention_batches(offsets([5])), cpu)] == [True]
+    with torch.no_grad():
+        assert isinstance(plans.split(attention_batches(offsets([5])), cpu)[0], VarlenBatch)
+    assert plans.split(attention_batches(offsets([5])), cpu) == [AttentionBatch(1, 5, 5)]
+
+
 def test_without_a_gpu_every_joint_call_is_dense():
     lengths = offsets([3, 3, 4])
     for dtype in (torch.float32, torch.bfloat16):

@@ -23,6 +23,7 @@ from adaptiveload.training.distributed import Ranks, shard_model
 from adaptiveload.training.feed import MicroBatchDataset, planned_sample
 from adaptiveload.training.live_step import build_model, check_optimizer
 from adaptiveload.training.optimizer import OptimizerConfig, build_optimizer
+from adaptiveload.training.step_guard import StepGuard
 from tests.training.test_feed import COST, GEOMETRY
 
 Drawn = dict[str, tuple[float, bytes, bytes]]
@@ -138,3 +139,14 @@ def test_c57_an_optimizer_made_before_sharding_is_a_bug_that_shows(ranks: Ranks)
     shard_model(model, ranks, "fp32")
     with pytest.raises(AssertionError, match="not those of the model"):
         check_optimizer(model, early)
+
+
+def test_steps_skipped_in_a_row_are_counted_over_restarts(ranks: Ranks, tmp_path: Path) -> None:
+    """Or a job that is queued again walks through the whole order with weights that never move."""
+    losses = [(torch.tensor([float("nan")]), ("sample",))]
+    guard = StepGuard(tmp_path, ranks, max_in_a_row=2, total=0, in_a_row=0)
+    for step in range(2):
+        assert guard.why_skip(step, 1.0, losses)
+    resumed = StepGuard(tmp_path, ranks, 2, guard.total, guard.in_a_row)
+    with pytest.raises(RuntimeError, match="3 in a row"):
+        resumed.why_skip(2, 1.0, losses)

@@ -1,6 +1,7 @@
 """DataLoader workers come from a server without threads, and nothing outlives its rank."""
 
 import itertools
+import resource
 import subprocess
 import sys
 import threading
@@ -14,8 +15,10 @@ import psutil
 import pytest
 import torch
 
+from adaptiveload.models.packing import filler_sample, pack
 from adaptiveload.training import handover
-from adaptiveload.training.workers import TAKEN_OVER, Loaded, explain_worker_failure
+from adaptiveload.training.feed import MicroBatch
+from adaptiveload.training.workers import TAKEN_OVER, Loaded, explain_worker_failure, start_worker_server
 from tests.launching import ROOT, data_workers, environment
 
 PROGRAM = """
@@ -156,6 +159,27 @@ def test_what_can_be_pinned_is_pinned_where_it_arrives() -> None:
         assert not is_pinned or found.is_pinned
         assert torch.equal(found.values if is_pinned else found[0], values)
     handover.forget(arrived.worker)
+
+
+def test_a_pinned_micro_batch_leaves_the_shared_memory(monkeypatch) -> None:
+    """Or it would be held twice, and `data.prefetch_mib` be no limit."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # there is none without a GPU
+    batch = MicroBatch(pack([filler_sample((1, 2, 2), 64, 8)]), [])
+    parcel = ForkingPickler.loads(ForkingPickler.dumps(handover.pack_up(batch)))
+    pinned = parcel.pin_memory()
+    assert torch.equal(pinned.packed.latents, batch.packed.latents)
+    memory = handover._opened[parcel.worker][parcel.piece]
+    assert memory[0] == 0, "still in use"
+    handover.forget(parcel.worker)
+
+
+def test_workers_may_open_as_many_files_as_the_system_allows() -> None:
+    """An item under way holds one."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+    start_worker_server()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 7])

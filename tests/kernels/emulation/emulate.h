@@ -217,15 +217,14 @@ inline float __shfl_sync(unsigned, float value, int lane) {
 // ---- the runtime ----------------------------------------------------------------------------------------------------
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaDevAttrMultiProcessorCount };
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { *device = 0; return cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
 template <class Kernel> cudaError_t cudaFuncSetAttribute(Kernel, int, int bytes) {
-  assert(bytes <= 227 * 1024);  // what a block may have on Hopper
-  return cudaSuccess;
+  return bytes <= 227 * 1024 ? cudaSuccess : cudaErrorInvalidValue;  // what a block may have on Hopper
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { *value = 3; return cudaSuccess; }
 template <class Kernel>
