@@ -54,7 +54,10 @@ def held_out_mask(sources: Sequence[str] | NDArray[Any], share: float, seed: int
         return np.zeros(len(sources), np.bool_)
     names, source_ids = np.unique(np.asarray(sources, dtype=str), return_inverse=True)
     if len(names) < 2:
-        raise ValueError(f"held-out share {share} needs at least two sources, the index has {len(names)}")
+        raise ValueError(
+            f"held-out share {share} needs at least two sources, the index has {len(names)}: add media, or set "
+            "data.held_out_share=0"
+        )
     hashes = np.array([_unit_hash(seed, str(name)) for name in names])
     held = hashes < share
     held[hashes.argmin()] = True

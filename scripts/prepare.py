@@ -1,4 +1,4 @@
-"""Turn clips and pictures with captions into a dataset of latents that training reads.
+r"""Turn clips and pictures with captions into a dataset of latents that training reads.
 
 Inputs are folders (a `.txt` or `.json` caption beside each clip or picture), WebDataset `.tar` shards of media (paths,
 URLs, `pipe:COMMAND`, with {000..999} expanded), and manifests (`.csv`, `.jsonl`, `.parquet`) of paths, captions, and
@@ -7,8 +7,9 @@ on where it was when it is started again; several processes share the work.
 
     python -m scripts.prepare --input media/ --output latents/ --config configs/data/quickstart.yaml
     python -m scripts.prepare --input raw-000000.tar --output latents/ --shapes "1,256,256;17,256,256"
-    accelerate launch --num_processes 8 -m scripts.prepare --input koala.csv --media-root /videos --output latents/
-        --config configs/data/wan_480p.yaml --codec wan_vae --vae-dir wan/vae --text-encoder-dir wan --precision bf16
+    accelerate launch --config_file configs/accelerate/1node.yaml --num_processes 8 -m scripts.prepare --input koala.csv \
+        --media-root /videos --output latents/ --config configs/data/wan_480p.yaml --codec wan_vae --vae-dir wan/vae \
+        --text-encoder-dir wan --precision bf16
 """
 
 import argparse
@@ -104,11 +105,13 @@ def main(argv: list[str] | None = None) -> None:
     from adaptiveload.data.encode import EncodeConfig
     from adaptiveload.data.prepare import PrepareConfig, prepare
     from adaptiveload.scheduling.shapes import Shape
+    from adaptiveload.training.distributed import LaunchError, check_launch, parent_command
     from adaptiveload.training.figures import shape_mix_figure
 
     start = time.perf_counter()
     rank, world_size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     try:
+        check_launch(os.environ, parent_command())
         codec, text_encoder = make_encoders(args, local_rank)
         config = PrepareConfig(
             encode=EncodeConfig(
@@ -127,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
         begun = join_launch() if world_size > 1 else lambda: None
         ranks = {"rank": rank, "world_size": max(world_size, 1), "all_have_begun": begun}
         done = prepare(args.input, args.output, cuts, codec, text_encoder, config, **ranks)
-    except ValueError as error:
+    except (LaunchError, ValueError) as error:
         sys.exit(f"error: {error}")
     if done is not None:
         index, summary = done

@@ -127,7 +127,17 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
         )
     for override in overrides:
         if "=" not in override or override.startswith("-"):
-            raise ValueError(f"{override!r} is not an override: write key=value, for example optimizer.lr=1e-4")
+            raise ValueError(
+                f"{override!r} is not an override: write key=value, for example optimizer.lr=1e-4, and quote lists "
+                "for the shell: 'key=[a, b]'"
+            )
+        try:
+            OmegaConf.from_dotlist([override])
+        except yaml.YAMLError as error:
+            key = override.partition("=")[0]
+            raise ValueError(
+                f"{override!r} is not YAML; perhaps the shell took the quotes away: '{key}=[\"*.bias\"]'"
+            ) from error
     command_line = OmegaConf.from_dotlist(list(overrides))
     schema = OmegaConf.structured(
         RunConfig(model=CONFIGS[_architecture(content, OmegaConf.to_container(command_line))]())

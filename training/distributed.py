@@ -102,7 +102,7 @@ def start_ranks() -> Ranks:
         RuntimeError: If the launcher was asked for several processes and started one, or started more than there
             are GPUs.
     """
-    check_launch(os.environ, _parent_command())
+    check_launch(os.environ, parent_command())
     use_cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if use_cuda and local_rank >= torch.cuda.device_count():
@@ -140,6 +140,10 @@ def finish_ranks(ranks: Ranks) -> NoReturn:
     os._exit(0)
 
 
+class LaunchError(RuntimeError):
+    """The launcher did not start what it was asked for."""
+
+
 def check_launch(environment: "os._Environ[str] | dict[str, str]", parent: list[str]) -> None:
     """Refuse a launch that was asked for several processes and became one.
 
@@ -151,13 +155,13 @@ def check_launch(environment: "os._Environ[str] | dict[str, str]", parent: list[
         parent: The parent's command line, where the launcher's arguments stand.
 
     Raises:
-        RuntimeError: If the launcher's arguments name more processes than were started.
+        LaunchError: If the launcher's arguments name more processes than were started.
     """
     if "WORLD_SIZE" in environment or "launch" not in parent:
         return
     asked = _asked_processes(parent)
     if asked > 1:
-        raise RuntimeError(
+        raise LaunchError(
             f"accelerate was asked for {asked} processes and started one. Without GPUs use "
             f"{_MORE_RANKS.format(file='cpu').replace('N train.py', f'{asked} train.py')}"
         )
@@ -182,7 +186,8 @@ def _processes_of(config_file: Path) -> int:
     return int(content.get("num_processes", 1)) if isinstance(content, dict) else 1
 
 
-def _parent_command() -> list[str]:
+def parent_command() -> list[str]:
+    """The command line of the process that started this one: under a launch the launcher's."""
     try:
         parent = psutil.Process().parent()
         return parent.cmdline() if parent else []

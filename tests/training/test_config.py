@@ -23,6 +23,7 @@ from adaptiveload.training.config import load_config, save_config
         ("model.patch_size.0=2", "a list is replaced whole"),
         ("seed", "write key=value"),
         ("--seed=3", "write key=value"),
+        ("model.frozen=[*.bias]", "perhaps the shell took the quotes away: 'model.frozen="),
         ("data.held_out_share=1.5", "data.held_out_share=1.5"),
         ("optimizer.beta1=1", "optimizer.beta1"),
         ("ema.decay=1", "ema.decay"),
