@@ -7,9 +7,9 @@ on where it was when it is started again; several processes share the work.
 
     python -m scripts.prepare --input media/ --output latents/ --config configs/data/quickstart.yaml
     python -m scripts.prepare --input raw-000000.tar --output latents/ --shapes "1,256,256;17,256,256"
-    accelerate launch --config_file configs/accelerate/1node.yaml --num_processes 8 -m scripts.prepare --input koala.csv \
-        --media-root /videos --output latents/ --config configs/data/wan_480p.yaml --codec wan_vae --vae-dir wan/vae \
-        --text-encoder-dir wan --precision bf16
+    accelerate launch --config_file configs/accelerate/1node.yaml --num_processes 8 -m scripts.prepare \
+        --input koala.csv --media-root /videos --output latents/ --config configs/data/wan_480p.yaml \
+        --codec wan_vae --vae-dir wan/vae --text-encoder-dir wan --precision bf16
 """
 
 import argparse
