@@ -48,6 +48,7 @@ from adaptiveload.training.samples import (
     open_vae,
     wanted_of_corpus,
 )
+from adaptiveload.training.trained_weights import frozen_identity
 
 # Below this, nobody should expect more than colours and layout.
 _TOY_PARAMETERS = 10e6
@@ -88,7 +89,7 @@ def prepare_run(options: argparse.Namespace, ranks: Ranks) -> Job:
             for shape in options.shape
         ]
     model = build_model(config, ranks, is_resumed=True)[0]
-    trained_steps = load_weights(model, options.run / "checkpoints", options.weights, ranks)
+    trained_steps = load_weights(model, options.run / "checkpoints", options.weights, ranks, frozen_identity(config))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = f"{config.name}: {_minutes(options.run):.0f} minutes of training, {trained_steps} steps, "
     title += f"{parameters / 1e6:.1f} M parameters{' (a toy)' if parameters < _TOY_PARAMETERS else ''}; "
