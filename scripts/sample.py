@@ -3,27 +3,28 @@ r"""Sample videos: a file each, and a sheet of all, beside the clips that they w
     python -m scripts.sample --run runs/quickstart --media sample_data/media
     accelerate launch --config_file configs/accelerate/1node.yaml -m scripts.sample --run runs/wan_1_3b \
         --prompt "a dog on a beach" "a tram in the rain" --shape 81x480x832 --vae-dir wan/vae --text-encoder-dir wan
-    python -m scripts.sample --model Wan2.1-T2V-1.3B-Diffusers --prompt "a dog on a beach" --shape 81x480x832
+    python -m scripts.sample --model Wan2.1-T2V-1.3B-Diffusers --prompt "a dog on a beach" --shape 81x480x832 \
+        --output samples
 
 Without prompts, captions of the run's data set are sampled in their own shapes. Samples are spread over the ranks of
-the launch, which hold the model together. Files go to RUN/samples, or to --output.
+the launch, which hold the model together. Files go to RUN/samples, or to --output, which --model needs.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from adaptiveload.data.corpus import open_corpus
+from adaptiveload.data.corpus import Corpus, open_corpus
 from adaptiveload.data.cuts import Cut
 from adaptiveload.data.encode import cut_frames
 from adaptiveload.data.latent_codecs import LatentCodec
 from adaptiveload.data.media import MediaError, read_picture
-from adaptiveload.data.raw import find_inputs
+from adaptiveload.data.raw import RawItem, find_inputs
 from adaptiveload.data.text import TextEncoder
 from adaptiveload.models.architectures import VideoTransformer
 from adaptiveload.models.pretrained import read_model_config
@@ -37,7 +38,7 @@ from adaptiveload.training.distributed import Ranks, finish_ranks, set_meeting, 
 from adaptiveload.training.live_step import build_model
 from adaptiveload.training.run import model_geometry, resolve_meet
 from adaptiveload.training.samples import (
-    Made,
+    Strips,
     Wanted,
     choose_samples,
     fit_picture,
@@ -70,11 +71,12 @@ def prepare_run(options: argparse.Namespace, ranks: Ranks) -> Job:
     """A run's weights, and captions of its data set or new prompts."""
     config = load_config(options.run / "config.yaml")
     config = replace(config, precision=options.precision or config.precision, compile=False)
-    corpus = open_corpus(config.data.all_sources, model_geometry(config.model))
+    corpus = open_data(config)
     codec = open_codec(corpus.info, options.vae_dir, ranks.device, "--vae-dir")
-    count = 1 if options.prompt else options.num_samples
-    rows = choose_samples(corpus, config.data.held_out_share, config.seed, count)
+    rows = choose_samples(corpus, config.data.held_out_share, config.seed, options.num_samples)
     wanted = wanted_of_corpus(corpus, rows, options.seed, ranks)
+    if not wanted:
+        raise ValueError(f"none of the {len(rows)} samples whose captions were chosen can be read")
     if options.prompt:
         shapes = options.shape or [wanted[0].shape]
 
@@ -95,6 +97,19 @@ def prepare_run(options: argparse.Namespace, ranks: Ranks) -> Job:
     title += f"{parameters / 1e6:.1f} M parameters{' (a toy)' if parameters < _TOY_PARAMETERS else ''}; "
     title += f"{options.weights} weights"
     return Job(model, config, codec, wanted, options.output or options.run / "samples", title)
+
+
+def open_data(config: RunConfig) -> Corpus:
+    """The data set of a run, by its index."""
+    try:
+        return open_corpus(config.data.all_sources, model_geometry(config.model))
+    except ValueError as error:
+        if config.data.mode != "stream":
+            raise
+        raise ValueError(
+            f"{error}; the run was trained with data.mode=stream, without an index, but captions, codec and text "
+            "encoder come from one: make it with scripts.index_shards, or export the run and sample with --model"
+        ) from error
 
 
 def prepare_model(options: argparse.Namespace, ranks: Ranks) -> Job:
@@ -159,6 +174,9 @@ def sample(options: argparse.Namespace, ranks: Ranks) -> Path:
         ValueError: For anything that the user can get wrong.
     """
     sampler = SamplerConfig(options.scheduler, options.steps, options.guidance, options.shift)
+    media: dict[str, RawItem] = {}  # on rank 0, which draws the sheet
+    if options.media:
+        on_main(ranks, lambda: media.update({item.source: item for item in find_inputs([options.media]).items}))
     job = prepare_run(options, ranks) if options.run else prepare_model(options, ranks)
     geometry = model_geometry(job.config.model)
     wanted = give_first_frame(job.wanted, options.first_frame, job.codec) if options.first_frame else job.wanted
@@ -177,28 +195,27 @@ def sample(options: argparse.Namespace, ranks: Ranks) -> Path:
         job.model, wanted, sampler, job.config.objective, job.codec, geometry, ranks, limit, job.folder.joinpath
     )
     path = job.folder / "contact_sheet.png"
-    if ranks.is_main and made:
+    if ranks.is_main:
         shift = "" if options.shift is None else f", shift {options.shift:g}"
         title = f"{job.title}, {options.steps} {options.scheduler} steps, guidance {options.guidance:g}{shift}"
-        clips = media_clips(options.media, made) if options.media else [{}] * len(made)
+        clips = [media_clip(media, one.wanted) for one in made]
+        if options.media and not any(clips):
+            print(f"{options.media} holds none of the sources of the data: the sheet has no clips", file=sys.stderr)
         sheets = [(one.heading, clip | one.strips) for one, clip in zip(made, clips, strict=True)]
         contact_sheet(title, sheets).save(path)
     return path
 
 
-def media_clips(media: Path, made: Sequence[Made]) -> list[dict]:
-    """For each sample the strip of the clip that its caption is of, cut as for training, where `media` has it."""
-    items = {item.source: item for item in find_inputs([media]).items}
-    clips = []
-    for one in made:
-        meta, clip = one.wanted.meta, {}
-        if one.wanted.reference is not None and one.wanted.source in items:
-            cut = Cut(one.wanted.shape, meta["start_frame"], tuple(meta["box"]))
-            clip["clip"] = shown_frames(cut_frames(items[one.wanted.source], cut, meta["fps"]))
-        clips.append(clip)
-    if not any(clips):
-        print(f"{media} holds none of the sources of the data: the sheet has no clips", file=sys.stderr)
-    return clips
+def media_clip(media: Mapping[str, RawItem], wanted: Wanted) -> Strips:
+    """The strip of the clip that the caption is of, cut as for training, where `media` has it and it can be read."""
+    if wanted.reference is None or wanted.meta is None or wanted.source not in media:
+        return {}
+    cut = Cut(wanted.shape, wanted.meta["start_frame"], tuple(wanted.meta["box"]))
+    try:
+        return {"clip": shown_frames(cut_frames(media[wanted.source], cut, wanted.meta["fps"]))}
+    except MediaError as error:
+        print(f"{wanted.source}: {error}: its clip is not shown", file=sys.stderr)
+        return {}
 
 
 def _minutes(run_dir: Path) -> float:
@@ -241,7 +258,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="folder of the files (default: RUN/samples)")
     options = parser.parse_args(argv)
     if options.prompts is not None:
-        options.prompt += [line.strip() for line in options.prompts.read_text().splitlines() if line.strip()]
+        try:
+            lines = [line.strip() for line in options.prompts.read_text().splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"--prompts {options.prompts}: {error}")
+        if not lines:
+            parser.error(f"--prompts {options.prompts}: no prompt there")
+        options.prompt += lines
     if options.num_samples < 1:
         parser.error(f"--num-samples {options.num_samples}: must be at least 1")
     if options.negative_prompt and not options.prompt:

@@ -214,8 +214,8 @@ def read_state(path: Path, expected: Mapping[str, Any] | None = None) -> dict[st
     for key, value in (expected or {}).items():
         if state.get(key) != value:
             raise ValueError(
-                f"{path}: made with {key}={state.get(key)!r}, this run has {value!r}; what goes on from a checkpoint must "
-                "keep it, or start anew under another `name`"
+                f"{path}: made with {key}={state.get(key)!r}, this run has {value!r}; what goes on from a checkpoint "
+                "must keep it, or start anew under another `name`"
             )
     return state
 
