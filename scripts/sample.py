@@ -12,6 +12,7 @@ the launch, which hold the model together. Files go to RUN/samples, or to --outp
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,14 +174,13 @@ def sample(options: argparse.Namespace, ranks: Ranks) -> Path:
     Raises:
         ValueError: For anything that the user can get wrong.
     """
-    sampler = SamplerConfig(options.scheduler, options.steps, options.guidance, options.shift)
     media: dict[str, RawItem] = {}  # on rank 0, which draws the sheet
     if options.media:
         on_main(ranks, lambda: media.update({item.source: item for item in find_inputs([options.media]).items}))
     job = prepare_run(options, ranks) if options.run else prepare_model(options, ranks)
     geometry = model_geometry(job.config.model)
     wanted = give_first_frame(job.wanted, options.first_frame, job.codec) if options.first_frame else job.wanted
-    if options.fps:
+    if options.fps is not None:
         wanted = [replace(one, fps=options.fps) for one in wanted]
     for one in wanted:
         geometry.check(one.shape, "--shape")
@@ -192,7 +192,7 @@ def sample(options: argparse.Namespace, ranks: Ranks) -> Path:
     job.folder.mkdir(parents=True, exist_ok=True)
     limit = job.config.schedule.memory_limit_tokens or 0  # 0: one at a time
     made = make_samples(
-        job.model, wanted, sampler, job.config.objective, job.codec, geometry, ranks, limit, job.folder.joinpath
+        job.model, wanted, options.sampler, job.config.objective, job.codec, geometry, ranks, limit, job.folder.joinpath
     )
     path = job.folder / "contact_sheet.png"
     if ranks.is_main:
@@ -238,9 +238,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path, help="folder of a run, for example runs/quickstart")
     what.add_argument("--model", type=Path, help="diffusers folder of a transformer or of a pipeline")
-    parser.add_argument("--weights", choices=["averaged", "last"], default="averaged", help="of the run's checkpoint")
+    parser.add_argument("--weights", choices=["averaged", "last"], help="of the run's checkpoint (default averaged)")
     parser.add_argument("--media", type=Path, help="the media that the dataset was prepared from, to show the clips")
-    parser.add_argument("--num-samples", type=int, default=4, help="captions of the data set (default 4)")
+    parser.add_argument("--num-samples", type=int, help="captions of the data set (default 4)")
     parser.add_argument("--prompt", nargs="+", default=[], metavar="TEXT", help="new prompts, each in each shape")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="new prompts, one a line")
     parser.add_argument("--negative-prompt", default="", help="what guidance moves away from (default: the empty one)")
@@ -265,11 +265,32 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if not lines:
             parser.error(f"--prompts {options.prompts}: no prompt there")
         options.prompt += lines
-    if options.num_samples < 1:
+    _refuse_ignored(parser, options)
+    if options.num_samples is not None and options.num_samples < 1:
         parser.error(f"--num-samples {options.num_samples}: must be at least 1")
-    if options.negative_prompt and not options.prompt:
-        parser.error("--negative-prompt goes with new prompts; captions of the data set have the stored null text")
+    if options.fps is not None and not 0 < options.fps < math.inf:
+        parser.error(f"--fps {options.fps}: must be positive and finite")
+    try:
+        options.sampler = SamplerConfig(options.scheduler, options.steps, options.guidance, options.shift)
+    except ValueError as error:
+        parser.error(f"--{error}")
+    options.weights = options.weights or "averaged"
+    options.num_samples = options.num_samples or 4
     return options
+
+
+def _refuse_ignored(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """An option that would change nothing is a mistake."""
+    if options.model and options.weights:
+        parser.error("--weights are those of a run's checkpoint; --model has its own")
+    if options.model or options.prompt:
+        for name, value in (("--num-samples", options.num_samples), ("--media", options.media)):
+            if value is not None:
+                parser.error(f"{name} goes with captions of a run's data set, not with --model or new prompts")
+    elif options.negative_prompt:
+        parser.error("--negative-prompt goes with new prompts; captions of the data set have the stored null text")
+    elif options.text_encoder_dir:
+        parser.error("--text-encoder-dir goes with new prompts; captions of the data set are embedded already")
 
 
 def main() -> None:

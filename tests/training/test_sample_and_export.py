@@ -142,3 +142,31 @@ def test_files_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
         assert message in told
     path.write_text("a cat\n\n a dog \n")
     assert parse_args(arguments).prompt == ["a cat", "a dog"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model m --weights last", "--weights"),
+        ("--model m --num-samples 2", "--num-samples goes with captions"),
+        ("--model m --media clips", "--media goes with captions"),
+        ("--run r --prompt cat --num-samples 2", "--num-samples goes with captions"),
+        ("--run r --prompt cat --media clips", "--media goes with captions"),
+        ("--run r --negative-prompt dog", "--negative-prompt goes with new prompts"),
+        ("--run r --text-encoder-dir wan", "--text-encoder-dir goes with new prompts"),
+        ("--run r --num-samples 0", "--num-samples 0"),
+        ("--run r --fps 0", "--fps 0"),
+        ("--run r --fps -3", "--fps -3"),
+        ("--run r --fps nan", "--fps nan"),
+        ("--run r --guidance nan", "--guidance=nan"),
+        ("--run r --guidance inf", "--guidance=inf"),
+        ("--run r --shift inf", "--shift=inf"),
+        ("--run r --steps 0", "--steps=0"),
+    ],
+)
+def test_options_that_would_be_ignored_or_make_no_sense(
+    arguments: str, message: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(arguments.split())
+    assert message in capsys.readouterr().err
