@@ -28,6 +28,7 @@ from adaptiveload.data.media import MediaError, read_picture
 from adaptiveload.data.raw import RawItem, find_inputs
 from adaptiveload.data.text import TextEncoder
 from adaptiveload.models.architectures import VideoTransformer
+from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.pretrained import read_model_config
 from adaptiveload.models.sampling import SCHEDULERS, SamplerConfig
 from adaptiveload.scheduling.shapes import Shape
@@ -132,11 +133,16 @@ def prepare_model(options: argparse.Namespace, ranks: Ranks) -> Job:
             raise ValueError(
                 f"the text encoder's rows have {encoder.dim} dims, the model takes {config.model.text_dim}"
             )
-        return wanted_of_prompts(options, options.shape, encoder, fps=16.0)
+        return wanted_of_prompts(options, options.shape, encoder, released_fps(config.model))
 
     wanted = on_main(ranks, prompts)
     model = build_model(config, ranks)[0]
     return Job(model, config, codec, wanted, options.output, str(options.model))
+
+
+def released_fps(model: ModelConfig) -> float:
+    """Frames per second that released models make: 24 for Wan 2.2 TI2V, whose VAE alone has stride 16, else 16."""
+    return 24.0 if model.spatial_stride == 16 else 16.0
 
 
 def wanted_of_prompts(
@@ -253,7 +259,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--guidance", type=float, default=3.0, help="guidance scale; 1 is none (default 3)")
     parser.add_argument("--shift", type=float, help="of the noise schedule (default: that of training, by length)")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    parser.add_argument("--fps", type=float, help="of the files (default: that of the data, or 16)")
+    parser.add_argument(
+        "--fps", type=float, help="of the files (default: the data's; of --model 16, or 24 for Wan 2.2 TI2V)"
+    )
     parser.add_argument("--precision", choices=["bf16", "fp32"], help="default: the run's; for --model bf16 on a GPU")
     parser.add_argument("--output", type=Path, help="folder of the files (default: RUN/samples)")
     options = parser.parse_args(argv)

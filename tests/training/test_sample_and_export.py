@@ -1,5 +1,6 @@
 """scripts.sample and scripts.export in this process, on runs of no steps: what they refuse, and how early."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import yaml
 
 from adaptiveload.data.corpus import Corpus, SourceConfig, open_corpus
+from adaptiveload.models.pretrained import read_model_config
 from adaptiveload.models.wan import WanConfig
 from adaptiveload.scheduling.shapes import LatentGeometry
 from adaptiveload.training.config import load_config
@@ -17,7 +19,7 @@ from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.run import build_run
 from adaptiveload.training.samples import choose_samples
 from scripts.export import export_run
-from scripts.sample import parse_args, sample
+from scripts.sample import parse_args, released_fps, sample
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +172,10 @@ def test_options_that_would_be_ignored_or_make_no_sense(
     with pytest.raises(SystemExit):
         parse_args(arguments.split())
     assert message in capsys.readouterr().err
+
+
+def test_released_models_make_their_own_frames_per_second(tmp_path: Path) -> None:
+    for channels, fps in ((16, 16.0), (48, 24.0)):
+        config = WanConfig(in_channels=channels, out_channels=channels).to_diffusers()
+        (tmp_path / "config.json").write_text(json.dumps({"_class_name": "WanTransformer3DModel", **config}))
+        assert released_fps(read_model_config(tmp_path)) == fps
