@@ -45,6 +45,11 @@ class LoraConfig:
         """Raise ValueError for a value outside its range, naming the key."""
         if self.rank < 0:
             raise ValueError(f"lora.rank={self.rank} must not be negative; 0 trains without adapters")
+        default = LoraConfig()
+        if not self.rank and (self.alpha, self.targets) != (default.alpha, default.targets):
+            raise ValueError(
+                f"lora.alpha={self.alpha}, lora.targets={self.targets}, but lora.rank=0: there are no adapters"
+            )
         if self.alpha is not None and not 0 < self.alpha < math.inf:
             raise ValueError(f"lora.alpha={self.alpha} must be positive and finite, or null for lora.rank")
         if self.rank and not self.targets:

@@ -188,8 +188,13 @@ def transformer_folder(path: Path | str) -> Path:
     """The folder with the transformer's `config.json`: `path`, or a pipeline's `transformer/` in it.
 
     Raises:
-        ValueError: If there is neither.
+        ValueError: If there is neither, or a pipeline has a second transformer.
     """
+    if (Path(path) / "transformer_2" / "config.json").is_file():
+        raise ValueError(
+            f"model.pretrained={path}: a pipeline of two transformers (Wan 2.2 A14B: one for high noise, one for low); "
+            f"one model alone is not what it samples with. To train one of the two, name its folder: {path}/transformer"
+        )
     for folder in (Path(path), Path(path) / "transformer"):
         if (folder / "config.json").is_file():
             return folder

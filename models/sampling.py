@@ -6,6 +6,7 @@ training.
 Legend: `C` latent channels, `f`, `h`, `w` latent frames, rows, columns, `S` tokens of one sample.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +38,15 @@ class SamplerConfig:
     shift: float | None = None
 
     def __post_init__(self) -> None:
+        # Messages name the keys of `previews` and the options of scripts.sample.
         if self.scheduler not in SCHEDULERS:
-            raise ValueError(f"scheduler is {self.scheduler!r}; it is one of {', '.join(SCHEDULERS)}")
+            raise ValueError(f"scheduler={self.scheduler!r}: use one of {', '.join(SCHEDULERS)}")
         if self.num_steps < 1:
-            raise ValueError(f"num_steps is {self.num_steps}; it must be at least 1")
-        if self.shift is not None and not self.shift > 0:
-            raise ValueError(f"shift is {self.shift}; it must be positive")
+            raise ValueError(f"steps={self.num_steps} must be at least 1")
+        if not math.isfinite(self.guidance_scale):
+            raise ValueError(f"guidance={self.guidance_scale} must be finite")
+        if self.shift is not None and not 0 < self.shift < math.inf:
+            raise ValueError(f"shift={self.shift} must be positive and finite")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,21 @@ def read_losses(run_dir: Path) -> dict[int, float]:
     return losses
 
 
+def run_names(run_dirs: Sequence[Path]) -> dict[str, Path]:
+    """Each run by its folder's name, or by its whole path where several folders have the name.
+
+    Raises:
+        ValueError: If a run is given twice.
+    """
+    resolved = [run_dir.resolve() for run_dir in run_dirs]
+    if twice := sorted({str(path) for path in resolved if resolved.count(path) > 1}):
+        raise ValueError(f"given more than once: {', '.join(twice)}")
+    names = [path.name for path in resolved]
+    return {
+        name if names.count(name) == 1 else str(run_dir): run_dir for name, run_dir in zip(names, run_dirs, strict=True)
+    }
+
+
 def describe(curves: dict[str, np.ndarray], window: int) -> str:
     """Markdown table: last losses, and differences to the first run, step by step and of means over `window` steps."""
     first = next(iter(curves.values()))
@@ -55,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, default=20, help="steps of a mean (default 20)")
     options = parser.parse_args(argv)
     try:
-        losses = {run_dir.name: read_losses(run_dir) for run_dir in options.runs}
+        losses = {name: read_losses(run_dir) for name, run_dir in run_names(options.runs).items()}
         steps = sorted(set.intersection(*(set(of_run) for of_run in losses.values())))
         if len(steps) < options.window:
             raise ValueError(f"the runs have {len(steps)} steps in common, --window is {options.window}")

@@ -30,13 +30,15 @@ def export_run(
         max_file_bytes: Files are cut before they grow beyond it.
 
     Raises:
-        ValueError: If the run has no checkpoint, `output` has files, or `merge` does not fit the run.
+        ValueError: If the run has no checkpoint, `output` has files, `merge` does not fit the run, or frozen weights
+            are needed that are not those of its training any more.
     """
     config = load_config(run_dir / "config.yaml")
-    weights = TrainedWeights(run_dir, config, averaged=ema)
+    adapters_only = bool(config.lora.rank) and not merge
+    weights = TrainedWeights(run_dir, config, averaged=ema, adapters_only=adapters_only)
     if merge and not config.lora.rank:
         raise ValueError(f"--merge, but {run_dir} has lora.rank=0: there are no adapters, its weights are whole")
-    if config.lora.rank and not merge:
+    if adapters_only:
         if weights.trains_own:
             raise ValueError(
                 f"{run_dir} trained model.trainable={config.model.trainable} beside its adapters, which no LoRA file "

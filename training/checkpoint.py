@@ -7,6 +7,7 @@ the newest folder that was committed. A save that was cut leaves a `.partial` fo
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,13 +103,7 @@ class Checkpointer:
         Raises:
             ValueError: If the folder is no whole checkpoint, or was made under another data set, seed or schedule.
         """
-        state = read_state(path)
-        for key, value in expected.items():
-            if state.get(key) != value:
-                raise ValueError(
-                    f"{path}: made with {key}={state.get(key)!r}, this run has {value!r}; a resumed run must keep it, "
-                    "or start anew under another `name`"
-                )
+        state = read_state(path, expected)
         # Loads in place: these are the very tensors of model, optimizer and EMA.
         try:
             dcp.load(self._tensors(), checkpoint_id=path, process_group=self.ranks.host_group)
@@ -159,7 +154,7 @@ class Checkpointer:
         return tensors
 
 
-def load_weights(model: nn.Module, folder: Path, weights: str, ranks: Ranks) -> int:
+def load_weights(model: nn.Module, folder: Path, weights: str, ranks: Ranks, expected: Mapping[str, Any]) -> int:
     """Fill `model` from the newest checkpoint in `folder`, each rank its shards; returns the steps it was trained for.
 
     Args:
@@ -167,13 +162,15 @@ def load_weights(model: nn.Module, folder: Path, weights: str, ranks: Ranks) -> 
         folder: The run's `checkpoints` folder.
         weights: "averaged" or "last".
         ranks: All of them, together.
+        expected: As for `Checkpointer.load`.
 
     Raises:
-        ValueError: If there is no checkpoint, or it cannot be loaded.
+        ValueError: If there is no checkpoint, or it cannot be loaded, or was made under other values than `expected`.
     """
     path = latest(folder)
     if path is None:
         raise ValueError(f"{folder} holds no checkpoint: train first")
+    state = read_state(path, expected)
     kind = {"averaged": "ema", "last": "model"}[weights]
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tensors = {f"{kind}/{name}": parameter.detach() for name, parameter in trained.items()}
@@ -181,7 +178,7 @@ def load_weights(model: nn.Module, folder: Path, weights: str, ranks: Ranks) -> 
         dcp.load(tensors, checkpoint_id=path, process_group=ranks.host_group)
     except CheckpointException as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from error
-    return int(read_state(path)["step"])
+    return int(state["step"])
 
 
 def latest(folder: Path) -> Path | None:
@@ -200,12 +197,26 @@ def committed(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.suffix == "" and (path / "state.json").is_file())
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The dict saved beside a checkpoint's tensors. Raises ValueError if `path` is no whole checkpoint."""
+def read_state(path: Path, expected: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The dict saved beside a checkpoint's tensors.
+
+    Args:
+        path: A committed checkpoint.
+        expected: Keys of the dict whose values must be these.
+
+    Raises:
+        ValueError: If `path` is no whole checkpoint, or was made under other values than `expected`.
+    """
     try:
         state: dict[str, Any] = json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
+    for key, value in (expected or {}).items():
+        if state.get(key) != value:
+            raise ValueError(
+                f"{path}: made with {key}={state.get(key)!r}, this run has {value!r}; what goes on from a checkpoint "
+                "must keep it, or start anew under another `name`"
+            )
     return state
 
 

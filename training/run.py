@@ -10,7 +10,6 @@ from adaptiveload.data.corpus import Corpus, open_corpus
 from adaptiveload.data.stream import find_shards, peek_normalization, shard_names
 from adaptiveload.models.architectures import VideoTransformer
 from adaptiveload.models.config import ModelConfig
-from adaptiveload.models.pretrained import weights_fingerprint
 from adaptiveload.scheduling.cost import analytic_prior
 from adaptiveload.scheduling.order import EndlessOrder, held_out_mask
 from adaptiveload.scheduling.paper_policies import BucketPolicy
@@ -35,6 +34,7 @@ from adaptiveload.training.step_guard import StepGuard
 from adaptiveload.training.step_timer import StepTimer
 from adaptiveload.training.stream import StreamFeed, check_stream_config
 from adaptiveload.training.tracker import Tracker
+from adaptiveload.training.trained_weights import frozen_identity
 from adaptiveload.training.workers import TAKEN_OVER
 
 # bf16 weights and fp32 gradients, of the whole model, which `meet: step` keeps on every rank over a step.
@@ -220,9 +220,7 @@ def model_identity(config: RunConfig) -> dict[str, object]:
     """What a resumed run must keep of its model. Its folder may move; frozen weights are read from it again."""
     identity: dict[str, object] = {"model": json.loads(json.dumps(asdict(replace(config.model, pretrained=None))))}
     identity["lora"] = json.loads(json.dumps(asdict(config.lora)))
-    if config.model.pretrained is not None and config.has_frozen_parts:
-        identity["model.pretrained"] = weights_fingerprint(config.model.pretrained)
-    return identity
+    return identity | frozen_identity(config)
 
 
 def trained_share(config: RunConfig) -> float:

@@ -8,10 +8,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from adaptiveload.models.lora import adapter_parameters, merged
-from adaptiveload.models.pretrained import WeightFiles, transformer_folder
+from adaptiveload.models.pretrained import WeightFiles, transformer_folder, weights_fingerprint
 from adaptiveload.training.checkpoint import latest, read_state
 from adaptiveload.training.config import RunConfig
 from adaptiveload.training.live_step import lay_out_model
+
+
+def frozen_identity(config: RunConfig) -> dict[str, str]:
+    """What the state of a checkpoint says of the frozen weights that it was trained beside; nothing if none are.
+
+    Raises:
+        ValueError: If `model.pretrained` is not to be had.
+    """
+    if not config.has_frozen_parts:
+        return {}
+    assert config.model.pretrained is not None
+    return {"model.pretrained": weights_fingerprint(config.model.pretrained)}
 
 
 class TrainedWeights:
@@ -21,6 +33,7 @@ class TrainedWeights:
         run_dir: Folder of the run.
         config: Its configuration.
         averaged: Read the averages of what was trained instead of its last values.
+        adapters_only: Only `adapters` will be called: frozen weights need not be there.
 
     Attributes:
         step: Steps that were trained.
@@ -29,15 +42,16 @@ class TrainedWeights:
         trains_own: Whether any of the model's own parameters was trained.
 
     Raises:
-        ValueError: If the run has no checkpoint, or its `model.pretrained` is needed and not to be had.
+        ValueError: If the run has no checkpoint, or its `model.pretrained` is needed and not to be had, or holds other
+            weights than those that the run was trained beside.
     """
 
-    def __init__(self, run_dir: Path, config: RunConfig, *, averaged: bool) -> None:
+    def __init__(self, run_dir: Path, config: RunConfig, *, averaged: bool, adapters_only: bool = False) -> None:
         checkpoint = latest(run_dir / "checkpoints")
         if checkpoint is None:
             raise ValueError(f"{run_dir}/checkpoints holds no checkpoint: train first")
         self._checkpoint, self._kind = checkpoint, "ema" if averaged else "model"
-        self.step = int(read_state(checkpoint)["step"])
+        self.step = int(read_state(checkpoint, {} if adapters_only else frozen_identity(config))["step"])
         model = lay_out_model(config)
         self._stored_names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._own, self._adapters = model.diffusers_parameters(), adapter_parameters(model)
@@ -45,7 +59,7 @@ class TrainedWeights:
         self.trains_own = any(parameter.requires_grad for parameter in self._own.values())
         self.scale = config.lora.scale if config.lora.rank else 1.0
         self._frozen: WeightFiles | None = None
-        if config.has_frozen_parts:
+        if config.has_frozen_parts and not adapters_only:
             assert config.model.pretrained is not None
             self._frozen = WeightFiles(transformer_folder(config.model.pretrained))
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from adaptiveload.models.flow_matching import timesteps
 from adaptiveload.models.packing import pack, patchify, unpatchify
-from adaptiveload.models.pretrained import load_pretrained, save_pretrained
+from adaptiveload.models.pretrained import load_pretrained, read_model_config, save_pretrained, weights_fingerprint
 from adaptiveload.models.wan import WanConfig, WanTransformer
 from tests.launching import run_ranks
 
@@ -135,6 +135,12 @@ def test_folders_that_cannot_be_loaded_say_why(tmp_path: Path, diffusers_model) 
     model = WanTransformer(WanConfig(**SIZES))
     with pytest.raises(ValueError, match=r"model\.pretrained=.*no config\.json"):
         load_pretrained(model, tmp_path / "absent")
+    for part in ("transformer", "transformer_2"):
+        diffusers_model.save_pretrained(tmp_path / "two" / part)
+    for read in (read_model_config, weights_fingerprint, lambda path: load_pretrained(model, path)):
+        with pytest.raises(ValueError, match=r"model\.pretrained=.*two transformers"):
+            read(tmp_path / "two")
+        read(tmp_path / "two" / "transformer_2")
     diffusers_model.save_pretrained(tmp_path, max_shard_size="40KB")
     with pytest.raises(ValueError, match="num_layers is 2, the run's model has 3"):
         load_pretrained(WanTransformer(WanConfig(**SIZES | {"num_layers": 3})), tmp_path)

@@ -1,5 +1,7 @@
 """Sampling: an exact model arrives at its data, and packing, guidance and seeds do what they say."""
 
+import math
+
 import pytest
 import torch
 
@@ -152,9 +154,13 @@ def test_a_rank_without_requests_runs_the_model_as_often(model, make_mmdit):
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="num_steps is 0"):
+    with pytest.raises(ValueError, match="steps=0"):
         SamplerConfig(num_steps=0)
-    with pytest.raises(ValueError, match="'dpm'; it is one of unipc, euler"):
+    with pytest.raises(ValueError, match="scheduler='dpm': use one of unipc, euler"):
         SamplerConfig(scheduler="dpm")
-    with pytest.raises(ValueError, match="shift is 0"):
-        SamplerConfig(shift=0)
+    for shift in (0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"shift={shift} must be positive and finite"):
+            SamplerConfig(shift=shift)
+    for guidance_scale in (math.nan, -math.inf):
+        with pytest.raises(ValueError, match=f"guidance={guidance_scale} must be finite"):
+            SamplerConfig(guidance_scale=guidance_scale)

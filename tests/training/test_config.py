@@ -32,6 +32,8 @@ from adaptiveload.training.config import load_config, save_config
         ("optimizer.max_skipped_in_a_row=-1", "optimizer.max_skipped_in_a_row"),
         ("lora.rank=-2", "lora.rank=-2"),
         ("lora.targets=attention", "lora.targets: "),
+        ("lora.targets=[to_q]", "lora.targets=['to_q'], but lora.rank=0"),
+        ("lora.alpha=8", "lora.alpha=8.0, lora.targets=['attention'], but lora.rank=0"),
         ("lora.rank=4", "need model.pretrained"),
         ("model.frozen=[blocks]", "need model.pretrained"),
         ("compile=maybe", "compile: Value 'maybe'"),

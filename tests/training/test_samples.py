@@ -109,8 +109,9 @@ def test_mistakes_of_the_configuration_are_named() -> None:
     for change, message in (
         ({"every_steps": -1}, "every_steps=-1"),
         ({"num_samples": 0}, "num_samples=0"),
-        ({"steps": 0}, "previews: num_steps is 0"),
-        ({"scheduler": "ddim"}, "previews: scheduler is 'ddim'"),
+        ({"steps": 0}, "previews: steps=0"),
+        ({"guidance": float("nan")}, "previews: guidance=nan"),
+        ({"scheduler": "ddim"}, "previews: scheduler='ddim'"),
     ):
         with pytest.raises(ValueError, match=message):
             PreviewConfig(**change).check()
