@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.training.checkpoint import SaveError
 from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import device_name, model_dims
 from adaptiveload.training.distributed import clip_gradients, finish_ranks, reshard, start_ranks
@@ -233,6 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{config.run_dir} has all {config.max_steps} steps: nothing left to train (raise max_steps to go on)")
     try:
         is_done = train(run, stop)
+    except SaveError as error:
+        sys.exit(f"train.py: {error}")
     except RuntimeError as error:
         if reason := explain_worker_failure(error, ranks.rank):
             sys.exit(f"train.py: {reason}")

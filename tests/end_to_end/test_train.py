@@ -16,7 +16,7 @@ import yaml
 
 from adaptiveload.data.index import ShardIndex
 from adaptiveload.scheduling.order import held_out_mask
-from adaptiveload.training.checkpoint import latest, read_state
+from adaptiveload.training.checkpoint_files import latest, read_state
 from tests.conftest import write_dataset
 from tests.launching import ROOT, environment, launch, launch_command
 
