@@ -9,11 +9,13 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import math
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.training.checkpoint import SaveError
 from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import device_name, model_dims
 from adaptiveload.training.distributed import clip_gradients, finish_ranks, reshard, start_ranks
@@ -31,11 +33,16 @@ from adaptiveload.training.previews import Previews
 from adaptiveload.training.run import Run, Schedule, build_run, build_schedule, check_agreement
 from adaptiveload.training.startup_report import describe_schedule
 from adaptiveload.training.step_guard import MicroBatchLosses
+from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals
 from adaptiveload.training.workers import explain_worker_failure, start_worker_server
 
 
-def train(run: Run) -> None:
-    """The loop: a plan, its micro-batches, one optimizer step; then figures, checkpoints, held-out loss, previews."""
+def train(run: Run, stop: StopSignals) -> bool:
+    """The loop: a plan, its micro-batches, one optimizer step; then figures, checkpoints, held-out loss, previews.
+
+    Returns:
+        Whether all steps are done; not so if a signal came to any rank.
+    """
     config = run.config
     for step in range(run.first_step, config.max_steps):
         started, waited = time.perf_counter(), run.feed.wait_s
@@ -60,6 +67,7 @@ def train(run: Run) -> None:
             num_lost=num_lost,
             busy_s=busy_s,
             compile_s=run.timer.compile_s(),
+            stop_signal=stop.received,
         )
         measured = gather_measurements(run.ranks, plan, mine)
         gradient = {f"train/grad_norm_{name}": norm for name, norm in group_norms.items()}
@@ -67,12 +75,19 @@ def train(run: Run) -> None:
         log_step(run, plan, measured, gradient, skipped)
         adapt(run, plan, measured)
         is_last = step + 1 == config.max_steps
-        if config.checkpoint.is_due(step + 1, config.max_steps):
-            run.checkpointer.save(step + 1, run.saved_state(plan))
+        is_stopped = measured.stop_signal > 0 and not is_last
+        if is_stopped or config.checkpoint.is_due(step + 1, config.max_steps):
+            saved = run.checkpointer.save(step + 1, run.saved_state(plan))
+        if is_stopped:
+            if run.tracker is not None:
+                name = signal.Signals(measured.stop_signal).name
+                run.tracker.message(f"{name} after step {step + 1}: saved {saved}, ends with code {STOPPED_EXIT_CODE}")
+            return False
         if is_last or (step + 1) % config.evaluation.every_steps == 0:
             evaluate(run, step)
         if run.previews is not None and (is_last or (step + 1) % config.previews.every_steps == 0):
             preview(run, run.previews, step)
+    return True
 
 
 def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatch]) -> tuple[MicroBatchLosses, int]:
@@ -194,6 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.config, options.overrides = None, [options.config, *options.overrides]
     try:
         config = load_config(options.config, options.overrides)
+        stop = StopSignals()
+        if config.checkpoint.every_steps and not options.dry_run:
+            stop.catch()
         if config.data.num_workers and not options.dry_run:
             start_worker_server()  # its imports take seconds, those of the ranks' own start too
         ranks = start_ranks()
@@ -215,7 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if run.first_step >= config.max_steps and ranks.is_main:
         print(f"{config.run_dir} has all {config.max_steps} steps: nothing left to train (raise max_steps to go on)")
     try:
-        train(run)
+        is_done = train(run, stop)
+    except SaveError as error:
+        sys.exit(f"train.py: {error}")
     except RuntimeError as error:
         if reason := explain_worker_failure(error, ranks.rank):
             sys.exit(f"train.py: {reason}")
@@ -224,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run.feed.close()
         if run.tracker is not None:
             run.tracker.close()
-    finish_ranks(ranks)
+    finish_ranks(ranks, 0 if is_done else STOPPED_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -10,9 +11,14 @@ import psutil
 ROOT = Path(__file__).parent.parent
 
 
-def launch_command(*arguments: object, ranks: int, script: str = "train.py") -> list[str]:
+ACCELERATE = ("accelerate.commands.accelerate_cli", "launch")
+
+
+def launch_command(
+    *arguments: object, ranks: int, script: str = "train.py", launcher_module: Sequence[str] = ACCELERATE
+) -> list[str]:
     """Command line that starts `script` on `ranks` CPU ranks."""
-    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    launcher = [sys.executable, "-m", *launcher_module]
     if ranks > 1:
         launcher += ["--config_file", "configs/accelerate/cpu.yaml", "--num_processes", str(ranks)]
     else:

@@ -1,13 +1,12 @@
 """Sharded checkpoints: written by all ranks, committed by a rename, resumed on any number of ranks.
 
-A folder `checkpoints/step-000100` holds the shards of torch.distributed.checkpoint and `state.json`; `latest` names
-the newest folder that was committed. A save that was cut leaves a `.partial` folder, which nothing reads.
+A folder `checkpoints/step-00000100` holds the shards of torch.distributed.checkpoint, `state.json` and the checksums of
+all files. A save that was cut leaves a `.partial` folder, which nothing reads.
 """
 
-import json
-import os
+import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from adaptiveload.training.checkpoint_files import (
+    SummedWriter,
+    commit,
+    committed,
+    find_damage,
+    latest,
+    read_state,
+    remove,
+    step_of,
+)
 from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.ema import Ema
 
-LATEST_NAME = "latest"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be saved, for a reason outside the program; raised on all ranks alike."""
 
 
 @dataclass
@@ -31,12 +43,14 @@ class CheckpointConfig:
     Attributes:
         every_steps: Steps between saves; the last step is always saved. 0 saves nothing: such a run leaves figures.
         keep: Newest checkpoints kept.
-        resume: "auto" goes on from the run's own latest checkpoint if there is one; "never" refuses a folder that
-            has one; else the path of a checkpoint to begin from while the run has none of its own.
+        keep_every: Those of every so many steps are kept too, for good; a multiple of `every_steps`, 0 for none.
+        resume: "auto" goes on from the run's own newest undamaged checkpoint if there is one; "never" refuses a
+            folder that has one; else the path of a checkpoint to begin from while the run has none of its own.
     """
 
     every_steps: int = 100
     keep: int = 2
+    keep_every: int = 0
     resume: str = "auto"
 
     def check(self) -> None:
@@ -44,6 +58,11 @@ class CheckpointConfig:
         if self.every_steps < 0 or self.keep < 1:
             raise ValueError(
                 f"checkpoint.every_steps={self.every_steps}, checkpoint.keep={self.keep} must be at least 0 and 1"
+            )
+        if self.keep_every < 0 or (self.keep_every and (not self.every_steps or self.keep_every % self.every_steps)):
+            raise ValueError(
+                f"checkpoint.keep_every={self.keep_every} must be a multiple of checkpoint.every_steps="
+                f"{self.every_steps}, or 0"
             )
 
     def is_due(self, steps_done: int, max_steps: int) -> bool:
@@ -73,25 +92,76 @@ class Checkpointer:
         self.model, self.optimizer, self.ema = model, optimizer, ema
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write a checkpoint of `step` completed steps, commit it, and drop those beyond `keep`."""
+        """Write a checkpoint of `step` completed steps, commit it, and remove those that are not to be kept.
+
+        Raises:
+            SaveError: On all ranks, if the disk does not take it. What was committed before stays.
+        """
         target = self.folder / f"step-{step:08d}"
         partial = target.with_suffix(".partial")
+        writer = SummedWriter(partial)
+        try:
+            self._on_main(lambda: self._prepare(partial))
+            dcp.save(self._tensors(), storage_writer=writer, process_group=self.ranks.host_group)
+            sums = {name: each for written in self.ranks.gather_objects(writer.sums) for name, each in written.items()}
+            self._on_main(lambda: commit(partial, target, {"step": step, **state}, sums))
+        except (OSError, CheckpointException) as error:
+            raise SaveError(self._explain_failed_save(step, partial, error)) from error
         if self.ranks.is_main:
-            for torso in self.folder.glob("step-*.partial"):  # saves that were cut
-                shutil.rmtree(torso)
-            partial.mkdir(parents=True)
-        self.ranks.barrier()
-        dcp.save(self._tensors(), checkpoint_id=partial, process_group=self.ranks.host_group)
-        if self.ranks.is_main:
-            (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
-            _sync_files(partial)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
-            _write_latest(self.folder, target.name)
             for old in committed(self.folder)[: -self.config.keep]:
-                shutil.rmtree(old)
+                if not self.config.keep_every or step_of(old) % self.config.keep_every:
+                    remove(old)
         self.ranks.barrier()
         return target
+
+    def check_room(self) -> None:
+        """Raise ValueError on all ranks if the disk has no room for a checkpoint beside those that are there."""
+        self._on_main(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+        needed, free = self._num_bytes(), self.ranks.broadcast_object(shutil.disk_usage(self.folder).free)
+        if free < needed:
+            raise ValueError(
+                f"{self.folder}: the tensors of a checkpoint take {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free: "
+                "make room, or set output_dir to another disk or checkpoint.every_steps=0, which saves nothing"
+            )
+
+    def _prepare(self, partial: Path) -> None:
+        for torso in self.folder.glob("step-*.partial"):  # saves that were cut
+            remove(torso)
+        partial.mkdir(parents=True)
+
+    def _on_main(self, action: Callable[[], None]) -> None:
+        """Run `action` on rank 0; all ranks wait for it, and raise the OSError that it raises."""
+        error = None
+        if self.ranks.is_main:
+            try:
+                action()
+            except OSError as raised:
+                error = raised
+        if (error := self.ranks.broadcast_object(error)) is not None:
+            raise error
+
+    def _explain_failed_save(self, step: int, partial: Path, error: BaseException) -> str:
+        """Give the disk back what the failed save took, and say what happened."""
+        reason, free, newest = str(error), 0, None
+        if isinstance(error, CheckpointException):
+            reason = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
+        if self.ranks.is_main:
+            with contextlib.suppress(OSError):  # then the folder itself is gone
+                free = shutil.disk_usage(self.folder).free
+            if partial.exists():
+                remove(partial)
+            newest = latest(self.folder)
+        free, newest = self.ranks.broadcast_object((free, newest))
+        kept = f"the last good checkpoint is {newest}" if newest else "there is no earlier checkpoint"
+        return (
+            f"the checkpoint of step {step} could not be saved in {self.folder}: {reason}. Its "
+            f"tensors take {self._num_bytes() / 1e9:.3g} GB, {free / 1e9:.3g} GB were free at the end; {kept}"
+        )
+
+    def _num_bytes(self) -> int:
+        """Bytes of a checkpoint's tensors: parameters, averages and two moments, all of them fp32."""
+        parameters = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        return sum(parameter.numel() * parameter.element_size() for parameter in parameters) * (2 + len(_MOMENTS))
 
     def load(self, path: Path, expected: dict[str, Any]) -> dict[str, Any]:
         """Restore model, optimizer and EMA from `path`; return the dict that was saved beside them.
@@ -110,33 +180,6 @@ class Checkpointer:
         except CheckpointException as error:
             raise ValueError(f"{path} cannot be loaded: {error}") from error
         return state
-
-    @staticmethod
-    def to_resume(folder: Path, config: CheckpointConfig) -> Path | None:
-        """The checkpoint that `checkpoint.resume` asks for, or None for a fresh start.
-
-        A path only says where a run begins: once the run has a checkpoint of its own, it goes on from that.
-
-        Raises:
-            ValueError: If "never" meets an existing checkpoint, or the path names an older one of this run, whose
-                newer ones would then belong to another history.
-        """
-        newest = latest(folder)
-        if config.resume == "auto":
-            return newest
-        if config.resume == "never":
-            if newest is not None:
-                raise ValueError(f"{newest} exists and checkpoint.resume is never: choose another `name`")
-            return None
-        path = Path(config.resume)
-        if newest is None or path.resolve() == newest.resolve():
-            return path
-        if path.resolve().parent == folder.resolve():
-            raise ValueError(
-                f"checkpoint.resume={path}, but the run has gone on to {newest}: remove the newer checkpoints, "
-                "or start under another `name`"
-            )
-        return newest
 
     def _tensors(self) -> dict[str, Tensor]:
         """All that changes in training; frozen weights are read again from where the run took them."""
@@ -170,6 +213,8 @@ def load_weights(model: nn.Module, folder: Path, weights: str, ranks: Ranks, exp
     path = latest(folder)
     if path is None:
         raise ValueError(f"{folder} holds no checkpoint: train first")
+    if damage := _find_damage_together(path, ranks):
+        raise ValueError(f"{path} is damaged: {damage}")
     state = read_state(path, expected)
     kind = {"averaged": "ema", "last": "model"}[weights]
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -181,61 +226,51 @@ def load_weights(model: nn.Module, folder: Path, weights: str, ranks: Ranks, exp
     return int(state["step"])
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest committed checkpoint in `folder`: the one that `latest` names, or the last folder if it is torn."""
-    pointer = folder / LATEST_NAME
-    if pointer.is_file():
-        named = folder / pointer.read_text().strip()
-        if (named / "state.json").is_file():
-            return named
-    whole = committed(folder)
-    return whole[-1] if whole else None
+def find_to_resume(folder: Path, config: CheckpointConfig, ranks: Ranks) -> Path | None:
+    """The checkpoint that `checkpoint.resume` asks for, every file of it read and checked, or None for a fresh start.
 
-
-def committed(folder: Path) -> list[Path]:
-    """Committed checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix == "" and (path / "state.json").is_file())
-
-
-def read_state(path: Path, expected: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The dict saved beside a checkpoint's tensors.
+    A path only says where a run begins: once the run has a checkpoint of its own, it goes on from that. A damaged one
+    is passed over for the one before it.
 
     Args:
-        path: A committed checkpoint.
-        expected: Keys of the dict whose values must be these.
+        folder: The run's `checkpoints` folder.
+        config: What is asked for.
+        ranks: All of them must call this together; each reads a share of the files.
 
     Raises:
-        ValueError: If `path` is no whole checkpoint, or was made under other values than `expected`.
+        ValueError: On all ranks, if "never" meets an existing checkpoint; if the path is damaged, or names an older one
+            of this run, whose newer ones would then belong to another history; or if all that there are are damaged.
     """
-    try:
-        state: dict[str, Any] = json.loads((path / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
-    for key, value in (expected or {}).items():
-        if state.get(key) != value:
-            raise ValueError(
-                f"{path}: made with {key}={state.get(key)!r}, this run has {value!r}; what goes on from a checkpoint "
-                "must keep it, or start anew under another `name`"
-            )
-    return state
+    own: list[Path] = ranks.broadcast_object(committed(folder))
+    if config.resume == "never":
+        if own:
+            raise ValueError(f"{own[-1]} exists and checkpoint.resume is never: choose another `name`")
+        return None
+    path = Path(config.resume)
+    if config.resume != "auto" and (not own or path.resolve() == own[-1].resolve()):
+        if damage := _find_damage_together(path, ranks):
+            raise ValueError(f"checkpoint.resume={path}: not a whole checkpoint: {damage}")
+        return path
+    if config.resume != "auto" and path.resolve().parent == folder.resolve():
+        raise ValueError(
+            f"checkpoint.resume={path}, but the run has gone on to {own[-1]}: remove the newer checkpoints, "
+            "or start under another `name`"
+        )
+    for candidate in reversed(own):
+        if not (damage := _find_damage_together(candidate, ranks)):
+            return candidate
+        if ranks.is_main:
+            print(f"{candidate} is passed over, it is damaged: {damage}", flush=True)
+    if own:
+        raise ValueError(f"{folder}: all {len(own)} checkpoints are damaged; move them away to start anew")
+    return None
+
+
+def _find_damage_together(path: Path, ranks: Ranks) -> str:
+    problems = ranks.gather_objects(find_damage(path, ranks.rank, ranks.world_size))
+    return "; ".join(dict.fromkeys(problem for each in problems for problem in each))
 
 
 def _step_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
     # AdamW keeps its step count on the host unless it is fused.
     return parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
-
-
-def _write_latest(folder: Path, name: str) -> None:
-    temporary = folder / f".{LATEST_NAME}.tmp"
-    temporary.write_text(name + "\n")
-    temporary.replace(folder / LATEST_NAME)
-
-
-def _sync_files(folder: Path) -> None:
-    """Have the disk hold every file before the rename that makes them count."""
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -127,8 +127,8 @@ def start_ranks() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"))
 
 
-def finish_ranks(ranks: Ranks) -> NoReturn:
-    """End this process with success, once all ranks have come here.
+def finish_ranks(ranks: Ranks, code: int = 0) -> NoReturn:
+    """End this process with the exit code, once all ranks have come here.
 
     Without the interpreter's own shutdown: a gloo thread that drops its last work object meanwhile asks for the lock
     that is being torn down and aborts the process (seen twice in some hundred launches on a busy machine).
@@ -137,7 +137,7 @@ def finish_ranks(ranks: Ranks) -> NoReturn:
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 class LaunchError(RuntimeError):
@@ -157,7 +157,7 @@ def check_launch(environment: "os._Environ[str] | dict[str, str]", parent: list[
     Raises:
         LaunchError: If the launcher's arguments name more processes than were started.
     """
-    if "WORLD_SIZE" in environment or "launch" not in parent:
+    if "WORLD_SIZE" in environment or not {"launch", "scripts.launch"} & set(parent):
         return
     asked = _asked_processes(parent)
     if asked > 1:

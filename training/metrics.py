@@ -28,6 +28,7 @@ class RankMeasurement:
         num_lost: Samples of the step that the rank could not read.
         busy_s: Busy seconds of each of the rank's micro-batches.
         compile_s: Seconds of the step that went into torch.compile; not in `busy_s`.
+        stop_signal: Signal that asked this rank to end, or 0.
     """
 
     loss_sum: float
@@ -37,6 +38,7 @@ class RankMeasurement:
     num_lost: int
     busy_s: list[float]
     compile_s: float = 0.0
+    stop_signal: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class StepMeasurement:
         step_s, data_wait_s, memory_peak_gib: float64 [R].
         busy_s: float64 [G, R]; 0 where a rank has no such micro-batch.
         compile_s: Seconds that the others waited for the rank that compiled longest; `step_s` is without them.
+        stop_signal: Signal that asked any of the ranks to end, or 0; the same on all ranks.
     """
 
     loss_sum: float
@@ -58,14 +61,16 @@ class StepMeasurement:
     memory_peak_gib: np.ndarray
     busy_s: np.ndarray
     compile_s: float = 0.0
+    stop_signal: int = 0
 
 
 def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> StepMeasurement:
     """Bring the ranks' measurements of `plan`'s step together; one host collective."""
     busy = mine.busy_s + [0.0] * (plan.num_slots - len(mine.busy_s))
-    scalars = [mine.loss_sum, mine.num_lost, mine.step_s, mine.data_wait_s, mine.memory_peak_gib, mine.compile_s]
+    times = [mine.step_s, mine.data_wait_s, mine.memory_peak_gib, mine.compile_s]
+    scalars = [mine.loss_sum, mine.num_lost, mine.stop_signal, *times]
     rows = ranks.gather(torch.tensor([*scalars, *busy], dtype=torch.float64)).numpy()
-    loss_sum, num_lost, step_s, data_wait_s, memory_peak_gib, compile_s, *_ = rows.T
+    loss_sum, num_lost, stop_signal, step_s, data_wait_s, memory_peak_gib, compile_s, *_ = rows.T
     return StepMeasurement(
         loss_sum=float(loss_sum.sum()),
         num_lost=int(num_lost.sum()),
@@ -74,6 +79,7 @@ def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> 
         memory_peak_gib=memory_peak_gib,
         busy_s=rows[:, len(scalars) :].T,
         compile_s=float(compile_s.max()),
+        stop_signal=int(stop_signal.max()),
     )
 
 

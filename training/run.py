@@ -19,7 +19,8 @@ from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry
 from adaptiveload.scheduling.updates import CostHistory, ScheduleUpdate
 from adaptiveload.training.adaptation import Adaptation
-from adaptiveload.training.checkpoint import Checkpointer, read_state
+from adaptiveload.training.checkpoint import Checkpointer, find_to_resume
+from adaptiveload.training.checkpoint_files import read_state
 from adaptiveload.training.config import RunConfig, save_config
 from adaptiveload.training.cost import RunModels, build_models, device_memory_bytes, model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks
@@ -248,7 +249,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         ValueError: For anything in configuration, data or checkpoint that training could not live with.
     """
     folder = config.run_dir / "checkpoints"
-    resume_from = Checkpointer.to_resume(folder, config.checkpoint)
+    resume_from = find_to_resume(folder, config.checkpoint, ranks)
     saved = read_state(resume_from) if resume_from else None
     schedule: Schedule | StreamSchedule
     if config.data.mode == "stream":
@@ -271,6 +272,8 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         skipped = int(saved["num_skipped"]), int(saved["num_skipped_in_a_row"])
         if isinstance(schedule, Schedule):
             _check_position(schedule, first_step, int(saved["position"]))
+    if config.checkpoint.every_steps and first_step < config.max_steps:
+        checkpointer.check_room()
     ledger = Ledger(config.run_dir, ranks.rank, config.data, min_drawn, num_lost)
     if ranks.is_main:
         ledger.forget_from(first_step)

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from adaptiveload.models.lora import adapter_parameters, merged
 from adaptiveload.models.pretrained import WeightFiles, transformer_folder, weights_fingerprint
-from adaptiveload.training.checkpoint import latest, read_state
+from adaptiveload.training.checkpoint_files import find_damage, latest, read_state
 from adaptiveload.training.config import RunConfig
 from adaptiveload.training.live_step import lay_out_model
 
@@ -50,6 +50,8 @@ class TrainedWeights:
         checkpoint = latest(run_dir / "checkpoints")
         if checkpoint is None:
             raise ValueError(f"{run_dir}/checkpoints holds no checkpoint: train first")
+        if damage := find_damage(checkpoint):
+            raise ValueError(f"{checkpoint} is damaged: {'; '.join(damage)}")
         self._checkpoint, self._kind = checkpoint, "ema" if averaged else "model"
         self.step = int(read_state(checkpoint, {} if adapters_only else frozen_identity(config))["step"])
         model = lay_out_model(config)

@@ -9,16 +9,18 @@ import ctypes
 import multiprocessing
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from queue import Empty, Queue, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
 
 from adaptiveload.training.handover import Parcel, forget, pack_up
+from adaptiveload.training.stop_signals import block_stop_signals
 
 T = TypeVar("T")
 
@@ -41,11 +43,16 @@ def start_worker_server() -> None:
 
     It ends after this process and all workers have ended, however that happens. This process and they may then have as
     many files open as the system allows: every item under way holds one, and 1,024, the usual limit, are soon used up.
+    Signals that ask the run to end often go to all its processes: the workers must live until the rank has come to the
+    end of its step.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    forkserver.ensure_running()
+    with block_stop_signals():
+        resource_tracker.ensure_running()  # it unblocks SIGTERM
+    with block_stop_signals():
+        forkserver.ensure_running()
 
 
 class Loaded(Generic[T]):
@@ -195,6 +202,7 @@ def _end_with_rank() -> None:
     """Have this worker end when its rank does, also by SIGKILL.
 
     DataLoader's own check looks at the parent process, which is the server, and that lives as long as its workers.
+    A rank that leaves without having closed them sends SIGTERM, and waits; that of others is for the rank alone.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
@@ -203,7 +211,13 @@ def _end_with_rank() -> None:
         rank.join()
         os._exit(1)
 
-    threading.Thread(target=wait, name="end with rank", daemon=True).start()
+    def obey() -> None:
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank.pid:
+            pass
+        os._exit(1)
+
+    for end in (wait, obey):
+        threading.Thread(target=end, name="end with rank", daemon=True).start()
 
 
 def explain_worker_failure(error: RuntimeError, rank: int) -> str | None:

@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from adaptiveload.data.index import ShardIndex
 from adaptiveload.scheduling.order import held_out_mask
+from adaptiveload.training.checkpoint_files import latest, read_state
 from tests.conftest import write_dataset
 from tests.launching import ROOT, environment, launch, launch_command
 
@@ -99,6 +101,52 @@ def test_killed_run_resumes_exactly(
     ]
     assert len(held_out[0]) == 2
     np.testing.assert_allclose(*held_out, rtol=LOSS_TOLERANCE)
+
+
+def start_and_wait(run_dir: Path, command: list[str], steps: int) -> subprocess.Popen:
+    """A launch that has trained so many steps."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    metrics = run_dir / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < steps:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+def test_signals_save_at_the_next_step_and_end_for_a_requeue(
+    run_config: Path, output_dir: Path, one_rank: Path
+) -> None:
+    """To the launcher, as a batch script sends them, or to one rank and its data workers (case c37)."""
+    run_dir = output_dir / "stopped"
+    keys = (run_config, "name=stopped", "data.num_workers=1", "checkpoint.every_steps=100")
+    command = launch_command(*keys, ranks=2, launcher_module=("scripts.launch",))
+    process = start_and_wait(run_dir, command, steps=3)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 85, output
+    first = latest(run_dir / "checkpoints")
+    assert first is not None
+    step = read_state(first)["step"]
+    assert 3 <= step < 20
+    assert f"SIGUSR1 after step {step}: saved {first}" in output
+
+    process = start_and_wait(run_dir, launch_command(*keys, ranks=2), steps=step + 3)
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2
+    os.killpg(ranks[1].pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, "of `accelerate launch`, whatever its ranks end with"
+    assert "exitcode  : 85" in output
+    second = latest(run_dir / "checkpoints")
+    assert second is not None
+    assert step + 3 <= read_state(second)["step"] < 20
+
+    launch(*keys, ranks=2)
+    np.testing.assert_allclose(losses(run_dir), losses(one_rank), rtol=LOSS_TOLERANCE)
 
 
 def test_resume_refuses_another_dataset(

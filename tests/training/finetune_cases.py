@@ -18,6 +18,7 @@ from adaptiveload.training.distributed import Ranks, finish_ranks, shard_model, 
 from adaptiveload.training.live_step import build_model, lay_out_model, run_micro_batch
 from adaptiveload.training.run import Run, build_run, model_geometry
 from adaptiveload.training.step_timer import StepTimer
+from adaptiveload.training.stop_signals import StopSignals
 from adaptiveload.training.synthetic import synthetic_batch
 from scripts.export import export_run
 from train import train
@@ -36,7 +37,7 @@ def run_training(config_path: Path, ranks: Ranks, *overrides: str) -> tuple[Run,
     run = build_run(load_config(config_path, [*settings, *overrides]), ranks)
     before, error = parts_of(run), None
     try:
-        train(run)
+        train(run, StopSignals())
     except RuntimeError as caught:
         error = str(caught)
     run.feed.close()

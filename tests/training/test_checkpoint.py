@@ -1,5 +1,9 @@
 """Checkpoints: exact, committed whole or not at all, the newest kept, a different run refused."""
 
+import itertools
+import re
+import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from adaptiveload.models.wan import WanConfig, WanTransformer
-from adaptiveload.training.checkpoint import CheckpointConfig, Checkpointer, committed, latest
+from adaptiveload.training.checkpoint import CheckpointConfig, Checkpointer, SaveError, find_to_resume
+from adaptiveload.training.checkpoint_files import committed, latest
 from adaptiveload.training.distributed import Ranks, shard_model
 from adaptiveload.training.ema import Ema, EmaConfig
 from adaptiveload.training.optimizer import OptimizerConfig, build_optimizer
@@ -27,12 +32,13 @@ def ranks() -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def make(folder: Path, ranks: Ranks, seed: int, keep: int = 2) -> Checkpointer:
+def make(folder: Path, ranks: Ranks, seed: int, keep: int = 2, keep_every: int = 0) -> Checkpointer:
     torch.manual_seed(seed)
     model = WanTransformer(TINY)
     shard_model(model, ranks, "fp32")
     optimizer = build_optimizer(model, OptimizerConfig())
-    return Checkpointer(folder, CheckpointConfig(keep=keep), ranks, model, optimizer, Ema(model, EmaConfig()))
+    config = CheckpointConfig(keep=keep, keep_every=keep_every)
+    return Checkpointer(folder, config, ranks, model, optimizer, Ema(model, EmaConfig()))
 
 
 def take_step(checkpointer: Checkpointer, step: int) -> None:
@@ -71,6 +77,16 @@ def test_keeps_the_newest_and_names_the_latest(tmp_path: Path, ranks: Ranks) -> 
         checkpointer.save(step, {})
     assert [path.name for path in committed(tmp_path)] == ["step-00000003", "step-00000010"]
     assert latest(tmp_path) == tmp_path / "step-00000010"
+    assert (tmp_path / "latest").read_text() == "step-00000010\n"
+
+
+def test_keeps_one_of_every_so_many_for_good(tmp_path: Path, ranks: Ranks) -> None:
+    checkpointer = make(tmp_path, ranks, seed=0, keep=1, keep_every=100)
+    for step in (100, 150, 200, 300, 317):
+        checkpointer.save(step, {})
+    assert [int(path.name[5:]) for path in committed(tmp_path)] == [100, 200, 300, 317]
+    with pytest.raises(ValueError, match=r"keep_every=250 must be a multiple of checkpoint.every_steps=100"):
+        CheckpointConfig(keep_every=250).check()
 
 
 def test_a_save_that_was_cut_is_not_a_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
@@ -99,15 +115,69 @@ def test_another_run_is_refused_by_key(tmp_path: Path, ranks: Ranks) -> None:
         checkpointer.load(tmp_path / "nowhere", {})
 
 
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_its_file_named(
+    tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture
+) -> None:
+    """Every file of it, cut, empty, changed or gone (case c34)."""
+    good = make(tmp_path, ranks, seed=0).save(1, {})
+    names = sorted(path.name for path in good.iterdir())
+    assert names == [".metadata", "__0_0.distcp", "checksums.json", "state.json"]
+    damages = (halve, flip_a_byte, lambda path: path.write_bytes(b""), Path.unlink)
+    for number, (name, damage) in enumerate(itertools.product(names, damages)):
+        broken = tmp_path / f"step-{number + 2:08d}"
+        shutil.copytree(good, broken)
+        damage(broken / name)
+        assert find_to_resume(tmp_path, CheckpointConfig(), ranks) == good
+        assert re.search(f"{broken} is passed over, it is damaged: .*{name}", capsys.readouterr().out)
+        with pytest.raises(ValueError, match=f"not a whole checkpoint: .*{name}"):
+            find_to_resume(tmp_path / "another", CheckpointConfig(resume=str(broken)), ranks)
+        shutil.rmtree(broken)
+    (tmp_path / "step-00000099").mkdir()
+    assert find_to_resume(tmp_path, CheckpointConfig(), ranks) == good
+    # What was passed over never passes for the newest again.
+    saved = make(tmp_path, ranks, seed=0, keep=1).save(2, {})
+    assert committed(tmp_path) == [saved]
+    halve(saved / "__0_0.distcp")
+    with pytest.raises(ValueError, match="all 1 checkpoints are damaged"):
+        find_to_resume(tmp_path, CheckpointConfig(), ranks)
+
+
+@pytest.mark.parametrize("room", [0, 10_000, 100_000])
+def test_a_full_disk_leaves_what_was_committed(tmp_path: Path, ranks: Ranks, room: int) -> None:
+    """Whichever file it is that finds no room (case c35)."""
+    checkpointer = make(tmp_path, ranks, seed=0)
+    good = checkpointer.save(1, {})
+    assert (good / "__0_0.distcp").stat().st_size > 100_000
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
+    try:
+        with pytest.raises(SaveError, match=f"File too large.*free at the end; the last good checkpoint is {good}"):
+            checkpointer.save(2, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert [path.name for path in tmp_path.glob("step-*")] == [good.name]
+    assert find_to_resume(tmp_path, CheckpointConfig(), ranks) == good
+    assert checkpointer.save(2, {}) == latest(tmp_path)
+
+
 def test_resume_option(tmp_path: Path, ranks: Ranks) -> None:
-    assert Checkpointer.to_resume(tmp_path, CheckpointConfig()) is None
-    assert Checkpointer.to_resume(tmp_path, CheckpointConfig(resume="elsewhere")) == Path("elsewhere")
+    assert find_to_resume(tmp_path, CheckpointConfig(), ranks) is None
     path = make(tmp_path, ranks, seed=0).save(1, {})
-    assert Checkpointer.to_resume(tmp_path, CheckpointConfig()) == path
+    assert find_to_resume(tmp_path, CheckpointConfig(), ranks) == path
     other = make(tmp_path / "other", ranks, seed=0).save(7, {})
-    assert Checkpointer.to_resume(tmp_path, CheckpointConfig(resume=str(other))) == path
+    assert find_to_resume(tmp_path, CheckpointConfig(resume=str(other)), ranks) == path
     make(tmp_path, ranks, seed=0).save(2, {})
     with pytest.raises(ValueError, match="the run has gone on to"):
-        Checkpointer.to_resume(tmp_path, CheckpointConfig(resume=str(path)))
+        find_to_resume(tmp_path, CheckpointConfig(resume=str(path)), ranks)
     with pytest.raises(ValueError, match=r"checkpoint\.resume is never"):
-        Checkpointer.to_resume(tmp_path, CheckpointConfig(resume="never"))
+        find_to_resume(tmp_path, CheckpointConfig(resume="never"), ranks)
