@@ -18,41 +18,13 @@ from adaptiveload.training.config import load_config
 from adaptiveload.training.trained_weights import TrainedWeights
 from scripts.export import export_run
 from tests.launching import ROOT, environment
+from tests.tiny_wan import TEXT_DIM, save_pipeline
 
 SIZES = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 48, "num_layers": 2, "freq_dim": 16}
-TEXT_DIM = 16
 # What a toy needs beside the documented words: sizes of the folder's model, and minutes less.
 TINY = [f"model.{key}={value}" for key, value in SIZES.items()]
 TINY += [f"model.text_dim={TEXT_DIM}", "max_steps=3", "data.num_workers=0", "data.held_out_share=0"]
 TINY += ["tracking.wandb=disabled", "optimizer.lr=0.05", "optimizer.warmup_steps=0"]
-
-
-def write_pipeline(folder: Path) -> None:
-    """A Wan pipeline of diffusers with random weights, with every part that Wan's own has."""
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-    from tokenizers import Tokenizer
-    from tokenizers.models import Unigram
-    from tokenizers.pre_tokenizers import Metaspace
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
-
-    torch.manual_seed(0)
-    pieces = ["<pad>", "</s>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz"]
-    tokenizer = Tokenizer(Unigram([(piece, -float(i > 2)) for i, piece in enumerate(pieces)], unk_id=2))
-    tokenizer.pre_tokenizer = Metaspace()
-    tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    text = UMT5Config(vocab_size=len(pieces), d_model=TEXT_DIM, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    WanPipeline(
-        tokenizer=PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-        ),
-        text_encoder=UMT5EncoderModel(text),
-        vae=AutoencoderKLWan(
-            base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-        ),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-        transformer=WanTransformer3DModel(**SIZES, text_dim=TEXT_DIM),
-    ).save_pretrained(folder)
 
 
 def documented_commands() -> list[str]:
@@ -67,8 +39,11 @@ def documented_commands() -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the documented commands were run."""
     pytest.importorskip("transformers", reason="optional: only the UMT5 text encoder needs it")
+    from diffusers import WanTransformer3DModel
+
     folder = tmp_path_factory.mktemp("finetune")
-    write_pipeline(folder / "Wan2.1-T2V-1.3B-Diffusers")
+    torch.manual_seed(0)
+    save_pipeline(folder / "Wan2.1-T2V-1.3B-Diffusers", WanTransformer3DModel(**SIZES, text_dim=TEXT_DIM))
     (folder / "clips").mkdir()
     for k in range(4):
         shade = np.linspace(40 * k, 255, 12 * 32 * 48 * 3).reshape(12, 32, 48, 3).astype(np.uint8)
