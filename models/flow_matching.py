@@ -208,11 +208,6 @@ def per_sample_loss(velocity: torch.Tensor, target: torch.Tensor, seq_offsets: t
     return torch.cat([part.unflatten(0, (count, -1)).mean(1) for part, (count, _) in zip(parts, runs, strict=True)])
 
 
-def weighted_loss_sum(batch: PackedBatch, velocity: torch.Tensor) -> torch.Tensor:
-    """Sum of `weighted_losses`: a float32 scalar, never a mean."""
-    return weighted_losses(batch, velocity).sum()
-
-
 def weighted_losses(batch: PackedBatch, velocity: torch.Tensor) -> torch.Tensor:
     """w_i * l_i of each real sample of a micro-batch, in its order: float32 [real samples].
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
+from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_losses
 from adaptiveload.models.layers import Block, compile_blocks
 from adaptiveload.models.lora import LoraConfig, add_adapters, draw_adapters
 from adaptiveload.models.packing import pack
@@ -28,7 +28,7 @@ def draw_batches(config, make_samples, count: int = 8) -> list:
 
 def gradient(model, batch, recompute: str) -> torch.Tensor:
     model.zero_grad()
-    weighted_loss_sum(batch, model(noisy_latents(batch), timesteps(batch), batch, recompute=recompute)).backward()
+    weighted_losses(batch, model(noisy_latents(batch), timesteps(batch), batch, recompute=recompute)).sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 

@@ -21,7 +21,7 @@ from adaptiveload.models.flow_matching import (
     shift_sigma,
     timesteps,
     velocity_target,
-    weighted_loss_sum,
+    weighted_losses,
 )
 from adaptiveload.models.packing import PackedSample, pack
 
@@ -182,7 +182,8 @@ def test_given_frames_stay_clean_and_out_of_the_loss(samples):
         error = (velocity - target)[start + given : end].square().mean()
         expected += batch.weights[row].float() * error
         start = end
-    torch.testing.assert_close(weighted_loss_sum(batch, velocity), expected, rtol=1e-6, atol=0)  # another order of sums
+    # Another order of sums.
+    torch.testing.assert_close(weighted_losses(batch, velocity).sum(), expected, rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="3 clean frames of 3"):
         pack([replace(samples[1], clean_frames=3)])
 
@@ -235,13 +236,13 @@ def test_loss_is_a_mean_per_sample_and_a_sum_over_samples(samples):
     losses = per_sample_loss(velocity, target, batch.seq_offsets)
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)  # float32 means in another order
     weighted = (batch.weights.float() * expected).sum()
-    torch.testing.assert_close(weighted_loss_sum(batch, velocity), weighted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(weighted_losses(batch, velocity).sum(), weighted, rtol=1e-6, atol=0)
 
 
 def test_loss_of_a_bf16_velocity_is_computed_in_fp32(samples):
     batch = pack(samples)
     velocity = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert weighted_loss_sum(batch, velocity) == weighted_loss_sum(batch, velocity.float())
+    assert weighted_losses(batch, velocity).sum() == weighted_losses(batch, velocity.float()).sum()
 
 
 def with_filler(samples, value: float):
@@ -259,10 +260,10 @@ def test_nan_of_a_filler_reaches_neither_loss_nor_gradient(samples):
     dirty[~is_filler] = velocity
     velocity.requires_grad_()
     dirty.requires_grad_()
-    loss = weighted_loss_sum(batch, dirty)
-    assert loss == weighted_loss_sum(clean, velocity)
+    loss = weighted_losses(batch, dirty).sum()
+    assert loss == weighted_losses(clean, velocity).sum()
     loss.backward()
-    weighted_loss_sum(clean, velocity).backward()
+    weighted_losses(clean, velocity).sum().backward()
     assert torch.equal(dirty.grad[~is_filler], velocity.grad)
     assert torch.equal(dirty.grad[is_filler], torch.zeros(12, 16))
 
@@ -270,7 +271,7 @@ def test_nan_of_a_filler_reaches_neither_loss_nor_gradient(samples):
 def test_nothing_but_fillers_is_a_zero_with_a_graph():
     batch = with_filler([], math.nan)
     velocity = torch.full((12, 16), math.nan, requires_grad=True)
-    loss = weighted_loss_sum(batch, velocity)
+    loss = weighted_losses(batch, velocity).sum()
     assert loss == 0
     loss.backward()
     assert torch.equal(velocity.grad, torch.zeros(12, 16))

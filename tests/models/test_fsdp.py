@@ -28,7 +28,7 @@ def shard(model, dtype):
 
 def loss_of(model, samples, **options):
     batch = pack(samples)
-    return weighted_loss_sum(batch, model(noisy_latents(batch), timesteps(batch), batch, **options))
+    return weighted_losses(batch, model(noisy_latents(batch), timesteps(batch), batch, **options)).sum()
 
 
 def full_grads(model) -> dict:
@@ -186,7 +186,7 @@ if __name__ == "__main__":
     import torch
     from conftest import make_config, make_mmdit_model, make_model, make_samples
 
-    from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
+    from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_losses
     from adaptiveload.models.packing import filler_sample, pack
     from adaptiveload.training.distributed import Ranks, finish_ranks, shard_model
 

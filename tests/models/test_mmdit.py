@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
+from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_losses
 from adaptiveload.models.layers import sinusoid
 from adaptiveload.models.mmdit import MMDiTConfig, VideoMMDiT
 from adaptiveload.models.packing import filler_sample, pack
@@ -74,7 +74,7 @@ def run(model: VideoMMDiT, samples, **options) -> tuple[torch.Tensor, torch.Tens
     """Loss sum and its gradient."""
     model.zero_grad()
     batch = pack(samples)
-    loss = weighted_loss_sum(batch, model(noisy_latents(batch), timesteps(batch), batch, **options))
+    loss = weighted_losses(batch, model(noisy_latents(batch), timesteps(batch), batch, **options)).sum()
     loss.backward()
     grads = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
     return loss.detach(), torch.cat(grads)
@@ -246,7 +246,7 @@ def test_a_new_model_predicts_zero_and_learns(mmdit, samples):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(30):
-        loss = weighted_loss_sum(batch, model(noisy_latents(batch), timesteps(batch), batch))
+        loss = weighted_losses(batch, model(noisy_latents(batch), timesteps(batch), batch)).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

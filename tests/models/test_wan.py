@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaptiveload.models import wan
-from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
+from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_losses
 from adaptiveload.models.packing import filler_sample, pack, pad_text, patchify, unpatchify
 from adaptiveload.models.wan import WanConfig, WanTransformer, diffusers_name
 from adaptiveload.training.config import load_config
@@ -30,7 +30,7 @@ def run(model: WanTransformer, samples, **options) -> tuple[torch.Tensor, dict[s
     """Loss sum and its gradients by parameter name."""
     model.zero_grad()
     batch = pack(samples)
-    loss = weighted_loss_sum(batch, model(noisy_latents(batch), timesteps(batch), batch, **options))
+    loss = weighted_losses(batch, model(noisy_latents(batch), timesteps(batch), batch, **options)).sum()
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
@@ -140,7 +140,7 @@ def test_clean_first_frames_equal_diffusers_timesteps_per_token(model, config, s
     assert 0 < sum(batch.is_clean) < len(samples)
     velocity = model(noisy_latents(batch), timesteps(batch), batch)
     by_id = dict(zip(batch.sample_ids, velocity.split(batch.seq_offsets.diff().tolist()), strict=True))
-    weighted_loss_sum(batch, velocity).backward()
+    weighted_losses(batch, velocity).sum().backward()
     for sample in samples:
         expected = run_reference_per_token(reference, sample, config.text_len)
         torch.testing.assert_close(by_id[sample.sample_id], expected, rtol=0, atol=1e-5)  # as above
@@ -163,7 +163,7 @@ def test_given_frames_are_in_no_gradient(model, samples):
     batch = pack(samples)
     inputs = noisy_latents(pack(given_first_frames([replace(s, noise=s.noise.nan_to_num()) for s in samples])))
     velocity = model(inputs, timesteps(batch), batch)
-    again = weighted_loss_sum(batch, velocity)
+    again = weighted_losses(batch, velocity).sum()
     model.zero_grad()
     again.backward()
     assert torch.equal(loss, again.detach())
@@ -390,7 +390,7 @@ def test_bf16_on_cuda_agrees_with_fp32_on_the_cpu(model, samples, recompute):
         module.bfloat16()
     batch = pack(samples).to("cuda", non_blocking=True)
     velocity = cuda(noisy_latents(batch), timesteps(batch), batch, recompute=recompute)
-    loss_cuda = weighted_loss_sum(batch, velocity)
+    loss_cuda = weighted_losses(batch, velocity).sum()
     loss_cuda.backward()
     # bfloat16 products, as on the CPU. Measured on an H200: 2e-4 and 3.4e-3, and the same on the CPU.
     assert relative(loss_cuda.cpu(), loss) < 2e-3

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_loss_sum
+from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_losses
 from adaptiveload.models.frozen import freeze
 from adaptiveload.models.packing import PackedSample, pack
 from adaptiveload.models.wan import WanConfig, WanTransformer
@@ -42,7 +42,7 @@ def main(output: str) -> None:
         set_meeting(model, meet="slot", is_last=True)
         timer.start_micro_batch()
         velocity = model(noisy_latents(batch), timesteps(batch), batch, recompute=recompute)
-        weighted_loss_sum(batch, velocity).backward()
+        weighted_losses(batch, velocity).sum().backward()
         reshard(model)
         (busy_s,) = timer.busy_s()
         rows.append({"busy_s": busy_s, "wall_s": time.perf_counter() - start})
