@@ -1,5 +1,8 @@
 """What a run leaves to look at: sampled videos, the contact sheet, the report, wandb's offline files."""
 
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import av
@@ -8,6 +11,8 @@ import yaml
 from PIL import Image
 
 from tests.launching import launch, run_script
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +39,32 @@ def test_sampled_videos_play_and_the_sheet_is_a_picture(run_dir: Path) -> None:
         assert sheet.width > 400
 
 
-def test_report_is_one_file_with_all_pictures(run_dir: Path) -> None:
+@pytest.fixture(scope="module")
+def page(run_dir: Path) -> str:
     run_script("report", "--run", run_dir)
-    page = (run_dir / "report.html").read_text()
-    assert page.count("data:image/png;base64,") >= 4
+    return (run_dir / "report.html").read_text()
+
+
+def test_report_is_one_file_with_all_pictures(page: str) -> None:
+    assert page.count("data:image/png;base64,") >= 5
     assert "http" not in page.replace("data:image", "")
     for words in ("load CV, planned", "step-time CV, measured", "equal_token", "Shape mix"):
         assert words in page
+    assert re.search(r"rank [01] was busy \d+\.\d% longer than the others over the last 6 steps", page)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to look at the page with")
+def test_report_shows_all_its_pictures_in_a_browser(page: str, tmp_path: Path) -> None:
+    look = "<script>onload = () => { document.title = [...document.images].map(i => i.naturalWidth).join() + ';' + "
+    look += "(document.documentElement.scrollWidth - innerWidth) }</script>"
+    (tmp_path / "page.html").write_text(page.replace("<body>", f"<body>{look}"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [CHROMIUM, *options, "--window-size=800,600", "--dump-dom", (tmp_path / "page.html").as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    widths, too_wide = re.search(r"<title>([\d,]+);(-?\d+)</title>", shown).groups()
+    assert len(widths.split(",")) == page.count("<img ")
+    assert all(int(width) > 400 for width in widths.split(","))
+    assert int(too_wide) <= 0  # no scrolling sideways in a narrow window
 
 
 def test_report_of_an_untrained_run_says_so(tmp_path: Path, run_config: Path) -> None:
