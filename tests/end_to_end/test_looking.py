@@ -1,5 +1,6 @@
 """What a run leaves to look at: sampled videos, the contact sheet, the report, wandb's offline files."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,7 +11,11 @@ import pytest
 import yaml
 from PIL import Image
 
+from adaptiveload.scheduling.flops import WAN_1_3B
+from adaptiveload.training.metrics import step_metrics
+from scripts.wandb_dashboard import build_workspace
 from tests.launching import launch, run_script
+from tests.training.test_metrics import MEASURED, PLAN, TABLE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -76,6 +81,27 @@ def test_report_of_an_untrained_run_says_so(tmp_path: Path, run_config: Path) ->
 
 def test_wandb_wrote_an_offline_run(run_dir: Path) -> None:
     assert list((run_dir / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of wandb-workspaces itself
+def test_dashboard_shows_figures_that_the_run_has(run_dir: Path) -> None:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    figures = {key for row in rows for key in row}
+    # Only known GPUs have a peak.
+    figures |= {"perf/mfu"} & step_metrics(PLAN, MEASURED, TABLE, WAN_1_3B, "NVIDIA H200").keys()
+    view = build_workspace("team", "adaptiveload", "run")._to_model().model_dump(by_alias=True)
+    sections = view["spec"]["section"]["panelBankConfig"]["sections"]
+    panels = [panel["config"] for section in sections for panel in section["panels"]]
+    assert sections[0]["name"] == "Imbalance"
+    assert panels[0]["metrics"][0] == "imbalance/step_time_cv"
+    assert len(panels) > 15
+    for panel in panels:
+        assert panel["xAxis"] == "step"
+        drawn = set(panel["metrics"])
+        if panel.get("useMetricRegex"):
+            drawn = {figure for figure in figures if re.search(panel["metricRegex"], figure)}
+        assert drawn, panel
+        assert drawn <= figures, panel
 
 
 def test_resolved_configuration_is_saved(run_dir: Path) -> None:
