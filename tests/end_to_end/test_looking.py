@@ -10,6 +10,7 @@ import av
 import pytest
 import yaml
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from adaptiveload.scheduling.flops import WAN_1_3B
 from adaptiveload.training.metrics import step_metrics
@@ -26,6 +27,7 @@ def run_dir(run_config: Path) -> Path:
         run_config,
         "name=looked-at",
         "max_steps=6",
+        "tracking.trackers=[wandb,tensorboard]",
         "tracking.wandb=offline",
         "schedule.memory_limit_tokens=64",
         ranks=2,
@@ -79,8 +81,16 @@ def test_report_of_an_untrained_run_says_so(tmp_path: Path, run_config: Path) ->
     assert "train first" in result.stderr
 
 
-def test_wandb_wrote_an_offline_run(run_dir: Path) -> None:
+def test_wandb_and_tensorboard_wrote_their_files(run_dir: Path) -> None:
     assert list((run_dir / "wandb").glob("offline-run-*"))
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert set(events.Tags()["scalars"]) == {key for row in rows for key in row} - {"step"}
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (step, pytest.approx(loss, rel=1e-6))
+        for step, loss in losses  # kept in float32
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of wandb-workspaces itself

@@ -1,6 +1,7 @@
 """Figures reach metrics.jsonl whatever the trackers do, and a resumed run does not log a step twice."""
 
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
 
 from adaptiveload.training.config import RunConfig
 from adaptiveload.training.tracker import Tracker, TrackingConfig
@@ -47,13 +49,42 @@ def log_steps(run_dir: Path, steps: range, config: TrackingConfig) -> None:
     tracker.close()
 
 
+def wandb_steps(path: Path, count: int) -> list[int]:
+    """Steps in a .wandb file once it has `count`: its service may still be writing when `finish` has come back."""
+    until = time.monotonic() + 10
+    while len(steps := read_wandb_steps(path)) < count and time.monotonic() < until:
+        time.sleep(0.05)
+    return steps
+
+
+def read_wandb_steps(path: Path) -> list[int]:
+    """The figure `step` of each history record of a .wandb file: LevelDB's log format behind 7 bytes."""
+    data, position, record, steps = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        if (left := 2**15 - position % 2**15) < 7:  # no header fits into the rest of a block
+            position += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[position : position + 7])
+        record = (b"" if kind in (1, 2) else record) + data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            history = wandb_internal_pb2.Record.FromString(record).history.item
+            steps += [int(item.value_json) for item in history if "step" in (item.key, *item.nested_key)]
+    return steps
+
+
 def test_without_a_key_wandb_is_offline_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # no netrc
     log_steps(tmp_path / "run", range(3), TrackingConfig())
     assert steps_in(tmp_path / "run" / "metrics.jsonl") == [0, 1, 2]
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    (first,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert wandb_steps(first, 3) == [0, 1, 2]
+    time.sleep(1.1)  # wandb names folders by the second
+    log_steps(tmp_path / "run", range(2, 4), TrackingConfig())
+    (second,) = set((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")) - {first}
+    assert wandb_steps(second, 2) == [2, 3]  # though wandb's own count begins anew
 
 
 def test_wandb_that_cannot_be_reached_does_not_stop_the_run(
