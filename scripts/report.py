@@ -1,4 +1,4 @@
-"""Write `report.html` of a run: shape mix, what each rank did in each slot, planned and measured imbalance, loss."""
+"""Write `report.html` of a run: who holds the others back, what each rank did, imbalance, loss, shape mix."""
 
 import argparse
 import base64
@@ -20,14 +20,22 @@ from matplotlib.figure import Figure
 from adaptiveload.scheduling.metrics import idle_share, load_cv
 from adaptiveload.scheduling.policies import POLICIES
 from adaptiveload.training.config import load_config
-from adaptiveload.training.figures import imbalance_figure, loss_figure, schedule_figure, shape_mix_figure
+from adaptiveload.training.figures import (
+    busy_figure,
+    imbalance_figure,
+    loss_figure,
+    schedule_figure,
+    shape_mix_figure,
+)
 from adaptiveload.training.run import build_schedule, model_geometry
+from adaptiveload.training.stragglers import busy_by_rank, straggler_line
 
 _STYLE = """
 body { font-family: system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; margin: 1em 0; }
 td, th { padding: .3em .9em; border-bottom: 1px solid #ddd; text-align: right; }
 td:first-child, th:first-child { text-align: left; } img { max-width: 100%; } .note { color: #666; font-size: .9em; }
+.straggler { border-left: 4px solid #d1603d; padding: .3em .8em; background: #faf3f0; }
 """
 _SIMULATED_STEPS = 20
 
@@ -60,7 +68,10 @@ def write_report(run_dir: Path, num_steps: int) -> Path:
     body = [
         f"<h1>{html.escape(config.name)}</h1>",
         f"<p>{summary}</p>",
+        f"<p class=straggler>{html.escape(straggler_line(steps, records))}</p>",
         _figures_table(metrics, steps),
+        "<h2>Busy seconds of each rank</h2>",
+        _image(busy_figure([row["step"] for row in steps], busy_by_rank(steps))),
         "<h2>What each rank did</h2>",
         _image(schedule_figure(shown)),
         "<h2>Planned and measured imbalance</h2>",

@@ -59,3 +59,13 @@ def test_metrics_page_has_the_figures_that_train_py_adds() -> None:
     assert len(added) >= 5
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert all(f"`{key}`" in page for key in added), added
+
+
+def test_metrics_page_explains_every_panel_of_the_dashboard() -> None:
+    from scripts.wandb_dashboard import SECTIONS
+
+    rows = re.findall(r"^\| ([^`|]+) \| .+ \|$", (ROOT / "docs" / "metrics.md").read_text(), flags=re.MULTILINE)
+    explained = ", ".join(rows)
+    titles = [panel.title for panels in SECTIONS.values() for panel in panels]
+    assert len(titles) > 15
+    assert [title for title in titles if title not in explained] == []

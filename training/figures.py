@@ -1,4 +1,4 @@
-"""Pictures of a run: its shape mix, what each rank did in each slot, imbalance and loss over the steps."""
+"""Pictures of a run: its shape mix, what each rank did in each slot, busy seconds, imbalance and loss."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
@@ -20,6 +21,8 @@ Record = dict[str, Any]
 _COLORS = mpl.colormaps["viridis"]
 # Curves that lie on each other can still be told apart.
 _STYLES = ("-", "--", "-.", ":")
+# A page shows no more columns than this; a longer run's columns are means of several steps.
+_MOST_COLUMNS = 400
 
 
 def shape_mix_figure(counts: dict[Shape, int], geometry: LatentGeometry) -> Figure:
@@ -103,6 +106,51 @@ def _label_bar(axes: Axes, record: Record, g: int, r: int, left: float, width: f
     shapes = record["shapes"][g][r]
     if shapes and len(record["shapes"]) * _num_ranks([record]) <= 64:
         axes.text(left + width / 2, r, str(sum(shapes.values())), ha="center", va="center", fontsize=7, color="white")
+
+
+def busy_figure(steps: Sequence[int], busy_s: np.ndarray) -> Figure:
+    """Heat maps, rank by step: busy seconds, and how far each rank lies from the step's mean.
+
+    Above, a dear step is a bright column; below, a rank that is always late is a red row.
+
+    Args:
+        steps: Numbers of the steps, ascending.
+        busy_s: Busy seconds, float [steps, R]; NaN where a step had no such rank.
+    """
+    width = -(-len(steps) // _MOST_COLUMNS)  # steps in one column
+    columns = np.arange(0, len(steps), width)
+    counts = np.add.reduceat(np.isfinite(busy_s), columns)
+    known = np.where(np.isfinite(busy_s), busy_s, 0)
+    num_ranks = np.isfinite(busy_s).sum(1, keepdims=True)
+    mean = known.sum(1, keepdims=True) / np.maximum(num_ranks, 1)
+    offset = np.where(np.isfinite(busy_s) & (mean > 0), busy_s / np.where(mean > 0, mean, 1) - 1, 0)
+    seconds, percent = (
+        np.where(counts > 0, np.add.reduceat(values, columns) / np.maximum(counts, 1), np.nan).T  # [R, columns]
+        for values in (known, offset * 100)
+    )
+    height = 1.6 + 2 * min(max(0.22 * len(seconds), 0.9), 5)
+    figure, (above, below) = plt.subplots(2, 1, figsize=(12, height), sharex=True, layout="constrained")
+    # The ends of the scales leave out the odd step, such as a first one that warms up.
+    top = float(np.nanpercentile(seconds, 99))
+    far = max(float(np.nanpercentile(np.abs(percent), 99)), 1.0)
+    extent = (steps[0] - 0.5, steps[0] - 0.5 + len(columns) * width, len(seconds) - 0.5, -0.5)
+    for axes, image, colors, low, high, label in (
+        (above, seconds, "viridis", 0.0, top, "seconds"),
+        (below, percent, "RdBu_r", -far, far, "%"),
+    ):
+        axes.set_facecolor("#d9d9d9")
+        drawn = axes.imshow(
+            image, aspect="auto", cmap=colors, vmin=low, vmax=high, extent=extent, interpolation="nearest"
+        )
+        figure.colorbar(drawn, ax=axes, label=label, pad=0.01, extend="max" if low == 0 else "both")
+        axes.set_xlim(extent[0], steps[-1] + 0.5)
+        axes.set_ylabel("rank")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+    above.set_title("Busy seconds of each rank in each step")
+    below.set_title("The same against the mean of the step's ranks: red is late, blue is early")
+    below.set_xlabel("step" if width == 1 else f"step; a column is the mean of {width} steps")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
 
 
 def imbalance_figure(metrics: Sequence[Record]) -> Figure:

@@ -248,6 +248,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     Raises:
         ValueError: For anything in configuration, data or checkpoint that training could not live with.
     """
+    config.tracking.check_installed()
     folder = config.run_dir / "checkpoints"
     resume_from = find_to_resume(folder, config.checkpoint, ranks)
     saved = read_state(resume_from) if resume_from else None

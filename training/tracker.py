@@ -1,20 +1,29 @@
-"""Where a run's figures go: always `metrics.jsonl` and `schedule.jsonl`, a progress bar, and wandb.
+"""Where a run's figures go: always `metrics.jsonl` and `schedule.jsonl`, a progress bar, and wandb or TensorBoard.
 
-Only this file imports wandb. wandb never stops a run: without a key it works offline, and when it fails the run
-goes on with the local files.
+Only this file imports wandb. No tracker stops a run: wandb works offline without a key, and a tracker that fails is
+left out from there, while the run goes on with the local files.
 """
 
+import importlib.util
 import json
 import math
 import netrc
 import os
+import queue
+import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import psutil
+from PIL import Image
 from tqdm import tqdm
+
+# Calls that a tracker may lag behind; a call is one step's figures, some KiB.
+_MOST_WAITING = 1000
 
 
 @dataclass
@@ -22,23 +31,51 @@ class TrackingConfig:
     """Where figures go besides the run's own files.
 
     Attributes:
+        trackers: Any of wandb and tensorboard; TensorBoard's files are in `RUN/tensorboard`.
         wandb: "auto" is online with a key and offline without; or online, offline, disabled.
         project: wandb project.
         init_timeout_s: Longest wait for the wandb service at the start.
+        finish_timeout_s: Longest wait for a tracker at the end, such as wandb for a slow network.
         schedule_every_steps: Steps between lines of `schedule.jsonl`; a line grows with ranks times slots.
     """
 
+    trackers: list[str] = field(default_factory=lambda: ["wandb"])
     wandb: str = "auto"
     project: str = "adaptiveload"
     init_timeout_s: float = 20.0
+    finish_timeout_s: float = 60.0
     schedule_every_steps: int = 1
 
     def check(self) -> None:
-        """Raise ValueError for an unknown mode."""
+        """Raise ValueError for an unknown tracker or mode."""
+        if unknown := [name for name in self.trackers if name not in _TRACKERS]:
+            raise ValueError(f"tracking.trackers={self.trackers}: {unknown[0]!r} is none of {', '.join(_TRACKERS)}")
         if self.wandb not in ("auto", "online", "offline", "disabled"):
             raise ValueError(f"tracking.wandb={self.wandb!r}: use auto, online, offline or disabled")
         if self.schedule_every_steps < 1:
             raise ValueError(f"tracking.schedule_every_steps={self.schedule_every_steps} must be at least 1")
+
+    def check_installed(self) -> None:
+        """Raise ValueError for a tracker whose package is missing; on every rank, before anything is built."""
+        for name in self.trackers:
+            if importlib.util.find_spec(name) is None:
+                raise ValueError(f"tracking.trackers has {name}, which is not installed: pip install {name}")
+
+
+class Sink(Protocol):
+    """One tracker, called from a thread of its own. When a method raises, the run goes on without it."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the figures of a step; several times for one step, with other keys."""
+
+    def log_previews(self, step: int, sheet: Path, files: Sequence[Path]) -> None:
+        """Take a contact sheet and the clips on it."""
+
+    def finish(self) -> None:
+        """Write what is left."""
+
+    def abandon(self) -> None:
+        """Let the process end although a call of this sink has not come back."""
 
 
 class Tracker:
@@ -56,7 +93,16 @@ class Tracker:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = _open_from(run_dir / "metrics.jsonl", first_step)
         self._schedule = _open_from(run_dir / "schedule.jsonl", first_step)
-        self._wandb = _start_wandb(run_dir, config, run_config)
+        self._finish_timeout_s = config.finish_timeout_s
+        self._threads: list[_SinkThread] = []
+        for name in dict.fromkeys(config.trackers):
+            try:
+                sink = _TRACKERS[name](run_dir, config, run_config, first_step)
+            except Exception as error:
+                print(f"{name} could not start: {error}; figures are in {run_dir / 'metrics.jsonl'}")
+            else:
+                if sink is not None:
+                    self._threads.append(_SinkThread(name, sink, self.message))
         # With a delay its first line waits for the first step, and so comes after the start-up report.
         self._bar = tqdm(
             total=max_steps, initial=first_step, desc=run_dir.name, unit="step", dynamic_ncols=True, delay=1e-3
@@ -66,7 +112,7 @@ class Tracker:
         """Write the figures of `step`, keys as in docs/metrics.md."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         _write_line(self._metrics, {"step": step, **finite})
-        self._to_wandb(step, lambda: metrics)
+        self._to_sinks(lambda sink: sink.log(step, metrics))
         if "train/loss" in metrics:
             self._bar.update(step + 1 - self._bar.n)
             shown = {"loss": "train/loss", "cv": "imbalance/step_time_cv", "tok/s": "perf/tokens_per_s"}
@@ -77,42 +123,108 @@ class Tracker:
         _write_line(self._schedule, record)
 
     def log_previews(self, step: int, sheet: Path, files: Sequence[Path]) -> None:
-        """Show wandb a contact sheet and the clips on it; the run's folder has them already."""
+        """Show a contact sheet and the clips on it; the run's folder has them already."""
+        self._to_sinks(lambda sink: sink.log_previews(step, sheet, files))
 
-        def media() -> dict[str, Any]:
-            import wandb
-
-            clips = [wandb.Video(str(path), format="mp4") for path in files if path.suffix == ".mp4"]
-            return {"previews/sheet": wandb.Image(str(sheet)), **({"previews/clips": clips} if clips else {})}
-
-        self._to_wandb(step, media)
-
-    def _to_wandb(self, step: int, content: Callable[[], dict[str, Any]]) -> None:
-        if self._wandb is None:
-            return
-        try:
-            self._wandb.log(content(), step=step)
-        except Exception as error:  # whatever wandb raises, the run is worth more
-            self.message(f"wandb failed and is off from here: {error}")
-            self._wandb = None
+    def _to_sinks(self, give: Callable[[Sink], None]) -> None:
+        for thread in self._threads:
+            thread.give(give)
 
     def message(self, text: str) -> None:
         """Print a line without tearing the progress bar."""
         self._bar.write(text)
 
     def close(self) -> None:
-        """Close the files and end the wandb run."""
+        """Close the files and end the trackers, each within `tracking.finish_timeout_s`."""
         self._bar.close()
         self._metrics.close()
         self._schedule.close()
-        if self._wandb is not None:
+        for thread in self._threads:
+            thread.finish(self._finish_timeout_s)
+
+
+class _SinkThread:
+    """Feeds a sink, so that one that fails or stands still neither ends nor holds up training.
+
+    Measured with wandb's service stopped: its calls block for good once the socket is full, after some 100 steps.
+    """
+
+    def __init__(self, name: str, sink: Sink, say: Callable[[str], None]) -> None:
+        self._name, self._sink, self._say = name, sink, say
+        self._waiting: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_MOST_WAITING)
+        self._is_off = False
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def give(self, call: Callable[[Sink], None] | None) -> None:
+        """Leave a call for the thread, or None to end it; never waits."""
+        if self._is_off:
+            return
+        try:
+            self._waiting.put_nowait(call)
+        except queue.Full:
+            self._turn_off(f"has taken nothing for {_MOST_WAITING} steps")
+
+    def finish(self, timeout_s: float) -> None:
+        """End the sink after all that was left for it; waits `timeout_s` at most."""
+        if not self._is_off:
+            self.give(None)
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                self._turn_off(f"has not finished in {timeout_s:g} s")
+        if self._thread.is_alive():
+            self._sink.abandon()
+
+    def _work(self) -> None:
+        while not self._is_off:
+            call = self._waiting.get()
             try:
-                self._wandb.finish()
-            except Exception as error:
-                print(f"wandb did not finish: {error}")
+                if call is None:
+                    self._sink.finish()
+                    return
+                call(self._sink)
+            except Exception as error:  # whatever a tracker raises, the run is worth more
+                self._turn_off(f"failed: {error}")
+
+    def _turn_off(self, why: str) -> None:
+        if self._is_off:
+            return
+        self._is_off = True
+        self._say(f"{self._name} {why} and is off from here; metrics.jsonl has every figure")
 
 
-def _start_wandb(run_dir: Path, config: TrackingConfig, run_config: Any) -> Any:
+class _Wandb:
+    """A run of wandb. Steps are a figure of their own, `step`: wandb drops what comes for a step before its last one,
+    and a run that goes on from a checkpoint repeats steps.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def log_previews(self, step: int, sheet: Path, files: Sequence[Path]) -> None:
+        import wandb
+
+        clips = [wandb.Video(str(path), format="mp4") for path in files if path.suffix == ".mp4"]
+        clips_by_key = {"previews/clips": clips} if clips else {}
+        self._run.log({"step": step, "previews/sheet": wandb.Image(str(sheet)), **clips_by_key})
+
+    def finish(self) -> None:
+        self._run.finish()
+
+    def abandon(self) -> None:
+        # At exit wandb waits for its service without end.
+        for process in psutil.Process().children():
+            if process.name() == "wandb-core":
+                for part in (*process.children(recursive=True), process):
+                    part.kill()
+
+
+def _start_wandb(run_dir: Path, config: TrackingConfig, run_config: Any, first_step: int) -> Sink | None:
     mode = config.wandb if config.wandb != "auto" else ("online" if _has_wandb_key() else "offline")
     if mode == "disabled":
         return None
@@ -121,7 +233,7 @@ def _start_wandb(run_dir: Path, config: TrackingConfig, run_config: Any) -> Any:
     for attempt in dict.fromkeys((mode, "offline")):
         try:
             settings = wandb.Settings(init_timeout=config.init_timeout_s, console="off", silent=True)
-            return wandb.init(
+            run = wandb.init(
                 project=config.project,
                 name=run_dir.name,
                 id=_wandb_id(run_dir),
@@ -131,9 +243,46 @@ def _start_wandb(run_dir: Path, config: TrackingConfig, run_config: Any) -> Any:
                 config=asdict(run_config),
                 settings=settings,
             )
+            return _Wandb(run)
         except Exception as error:
             print(f"wandb could not start {attempt}: {error}; figures are in {run_dir / 'metrics.jsonl'}")
     return None
+
+
+class _TensorBoard:
+    """Event files in `RUN/tensorboard`."""
+
+    def __init__(self, run_dir: Path, run_config: Any, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides what an earlier try wrote of `first_step` and later ones.
+        self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=first_step)
+        text = json.dumps(asdict(run_config), indent=1, default=str)
+        self._writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), first_step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def log_previews(self, step: int, sheet: Path, files: Sequence[Path]) -> None:
+        with Image.open(sheet) as image:
+            self._writer.add_image("previews/sheet", np.asarray(image.convert("RGB")), step, dataformats="HWC")
+
+    def finish(self) -> None:
+        self._writer.close()
+
+    def abandon(self) -> None:
+        pass  # its threads are daemons
+
+
+def _start_tensorboard(run_dir: Path, config: TrackingConfig, run_config: Any, first_step: int) -> Sink:
+    return _TensorBoard(run_dir, run_config, first_step)
+
+
+_TRACKERS: dict[str, Callable[[Path, TrackingConfig, Any, int], Sink | None]] = {
+    "wandb": _start_wandb,
+    "tensorboard": _start_tensorboard,
+}
 
 
 def _wandb_id(run_dir: Path) -> str:

@@ -1,13 +1,40 @@
-"""Figures reach metrics.jsonl whatever wandb does, and a resumed run does not log a step twice."""
+"""Figures reach metrics.jsonl whatever the trackers do, and a resumed run does not log a step twice."""
 
 import json
+import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
 
 from adaptiveload.training.config import RunConfig
 from adaptiveload.training.tracker import Tracker, TrackingConfig
+from tests.launching import ROOT, environment
+
+STOPPED_SERVICE = """
+import signal, sys, time
+from pathlib import Path
+import psutil
+from adaptiveload.training.config import RunConfig
+from adaptiveload.training.tracker import Tracker, TrackingConfig
+
+tracker = Tracker(Path(sys.argv[1]), TrackingConfig(wandb="offline", finish_timeout_s=1), RunConfig(), 0, 300)
+slowest = 0.0
+for step in range(300):
+    if step == 5:
+        (service,) = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+        service.send_signal(signal.SIGSTOP)
+    started = time.perf_counter()
+    tracker.log(step, {"train/loss": 1.0, **{f"rank/{rank:03d}/busy_s": 1.0 for rank in range(64)}})
+    slowest = max(slowest, time.perf_counter() - started)
+tracker.close()
+print("slowest", slowest)
+"""
 
 
 def steps_in(path: Path) -> list[int]:
@@ -22,13 +49,42 @@ def log_steps(run_dir: Path, steps: range, config: TrackingConfig) -> None:
     tracker.close()
 
 
+def wandb_steps(path: Path, count: int) -> list[int]:
+    """Steps in a .wandb file once it has `count`: its service may still be writing when `finish` has come back."""
+    until = time.monotonic() + 10
+    while len(steps := read_wandb_steps(path)) < count and time.monotonic() < until:
+        time.sleep(0.05)
+    return steps
+
+
+def read_wandb_steps(path: Path) -> list[int]:
+    """The figure `step` of each history record of a .wandb file: LevelDB's log format behind 7 bytes."""
+    data, position, record, steps = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        if (left := 2**15 - position % 2**15) < 7:  # no header fits into the rest of a block
+            position += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[position : position + 7])
+        record = (b"" if kind in (1, 2) else record) + data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            history = wandb_internal_pb2.Record.FromString(record).history.item
+            steps += [int(item.value_json) for item in history if "step" in (item.key, *item.nested_key)]
+    return steps
+
+
 def test_without_a_key_wandb_is_offline_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # no netrc
     log_steps(tmp_path / "run", range(3), TrackingConfig())
     assert steps_in(tmp_path / "run" / "metrics.jsonl") == [0, 1, 2]
-    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    (first,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert wandb_steps(first, 3) == [0, 1, 2]
+    time.sleep(1.1)  # wandb names folders by the second
+    log_steps(tmp_path / "run", range(2, 4), TrackingConfig())
+    (second,) = set((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")) - {first}
+    assert wandb_steps(second, 2) == [2, 3]  # though wandb's own count begins anew
 
 
 def test_wandb_that_cannot_be_reached_does_not_stop_the_run(
@@ -65,3 +121,66 @@ def test_progress_bar_waits_for_the_first_step(tmp_path: Path, capsys: pytest.Ca
     tracker.log(0, {"train/loss": 1.0})
     assert "1/2" in capsys.readouterr().err
     tracker.close()
+
+
+@pytest.mark.stress
+def test_service_of_wandb_that_stands_still_holds_up_neither_training_nor_exit(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STOPPED_SERVICE, str(tmp_path / "run")]
+    # Without WANDB_SERVICE, by which it would share the service of this process.
+    env = {name: value for name, value in environment().items() if not name.startswith("WANDB_")}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert steps_in(tmp_path / "run" / "metrics.jsonl") == list(range(300))
+    assert "wandb has not finished in 1 s" in result.stdout + result.stderr
+    assert float(result.stdout.split("slowest")[1]) < 1  # without its thread the call after some 100 never returns
+
+
+def tensorboard_steps(run_dir: Path, key: str) -> list[int]:
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    return [event.step for event in events.Scalars(key)]
+
+
+def test_tensorboard_has_every_figure_and_a_resumed_run_repeats_none(tmp_path: Path) -> None:
+    config = TrackingConfig(trackers=["tensorboard"])
+    log_steps(tmp_path, range(5), config)
+    assert tensorboard_steps(tmp_path, "train/loss") == list(range(5))
+    time.sleep(1.1)  # names of event files carry whole seconds, and are read in order of their names
+    log_steps(tmp_path, range(3, 6), config)
+    assert tensorboard_steps(tmp_path, "train/loss") == list(range(6))
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_tensorboard_shows_previews(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "sheet.png")
+    tracker = Tracker(tmp_path, TrackingConfig(trackers=["tensorboard"]), RunConfig(), 0, 2)
+    tracker.log_previews(1, tmp_path / "sheet.png", [])
+    tracker.close()
+    (image,) = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("previews/sheet")
+    assert (image.step, image.width, image.height) == (1, 40, 30)
+
+
+def test_tracker_that_cannot_start_does_not_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    log_steps(tmp_path, range(3), TrackingConfig(trackers=["tensorboard"]))
+    assert steps_in(tmp_path / "metrics.jsonl") == [0, 1, 2]
+    assert "tensorboard could not start" in capsys.readouterr().out
+
+
+def test_tracker_that_fails_on_the_way_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = Tracker(tmp_path, TrackingConfig(trackers=["tensorboard"]), RunConfig(), 0, 3)
+    tracker.log(0, {"train/loss": 1.0})
+    tracker.log_previews(0, tmp_path / "no_such_sheet.png", [])
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.close()
+    assert steps_in(tmp_path / "metrics.jsonl") == [0, 1]
+    assert "tensorboard failed: " in capsys.readouterr().out
+
+
+def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="'mlflow' is none of wandb, tensorboard"):
+        TrackingConfig(trackers=["wandb", "mlflow"]).check()
+    TrackingConfig(trackers=["wandb", "tensorboard"]).check_installed()
+    monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ValueError, match="tensorboard, which is not installed: pip install tensorboard"):
+        TrackingConfig(trackers=["tensorboard"]).check_installed()

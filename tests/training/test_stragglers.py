@@ -1,0 +1,81 @@
+"""A slow rank is named within 20 steps, equal ranks hardly ever, and the plan is told from the machine."""
+
+import numpy as np
+import pytest
+
+from adaptiveload.training.figures import busy_figure
+from adaptiveload.training.stragglers import busy_by_rank, find_straggler, straggler_line
+
+NUM_STEPS, NUM_RANKS = 20, 8
+
+
+def noisy(rng: np.random.Generator, num_ranks: int = NUM_RANKS) -> np.ndarray:
+    """Busy seconds of equal ranks in steps of different length, with 3 % of jitter."""
+    return rng.uniform(5, 15, (NUM_STEPS, 1)) * (1 + 0.03 * rng.standard_normal((NUM_STEPS, num_ranks)))
+
+
+def rows(busy_s: np.ndarray, first: int = 0) -> list[dict]:
+    return [
+        {"step": first + s, **{f"rank/{r:03d}/busy_s": float(b) for r, b in enumerate(row)}}
+        for s, row in enumerate(busy_s)
+    ]
+
+
+def test_slow_rank_is_named_with_its_excess() -> None:
+    busy_s = noisy(np.random.default_rng(0))
+    busy_s[:, 5] *= 1.1
+    found = find_straggler(busy_s)
+    assert found.rank == 5
+    assert found.is_persistent
+    assert found.excess == pytest.approx(0.1, abs=0.02)  # the median of 20 steps of 3 % jitter is good to 1 %
+    assert straggler_line(rows(busy_s), []).startswith("Straggler: rank 5 was busy")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+def test_equal_ranks_have_no_straggler(num_ranks: int) -> None:
+    rng = np.random.default_rng(1)
+    alarms = sum(find_straggler(noisy(rng, num_ranks)).is_persistent for _ in range(500))
+    assert alarms <= 12  # 1 % of 500, and 3 standard deviations
+
+
+def test_hiccups_of_different_ranks_are_told_from_a_slow_one() -> None:
+    rng = np.random.default_rng(2)
+    busy_s = noisy(rng)
+    busy_s[np.arange(NUM_STEPS), rng.integers(NUM_RANKS, size=NUM_STEPS)] *= 1.5
+    assert straggler_line(rows(busy_s), []).startswith("No straggler stands out")
+
+
+def test_steady_but_tiny_lag_is_not_worth_a_name() -> None:
+    busy_s = np.full((NUM_STEPS, 4), 10.0)
+    busy_s[:, 2] = 10.05
+    assert straggler_line(rows(busy_s), []).startswith("No straggler to speak of: rank 2 was busy 0.5% longer")
+
+
+def test_plan_that_gives_a_rank_more_is_blamed_itself() -> None:
+    busy_s = np.full((NUM_STEPS, 2), 10.0)
+    busy_s[:, 1] = 12.0
+    even = [{"step": step, "costs_us": [[6e6, 4e6], [4e6, 6e6]]} for step in range(NUM_STEPS)]
+    uneven = [{"step": step, "costs_us": [[10e6, 12e6]]} for step in range(NUM_STEPS)]
+    assert "planned cost was 0.0% above theirs. It is this one rank" in straggler_line(rows(busy_s), even)
+    assert "planned cost was 20.0% above theirs. The plan gives" in straggler_line(rows(busy_s), uneven)
+
+
+def test_steps_on_another_number_of_ranks_are_left_out() -> None:
+    before, after = np.full((15, 4), 1.0), np.full((5, 2), 3.0)
+    metrics = rows(before) + rows(after, first=15)
+    records = [{"step": step, "costs_us": [[1.0] * (4 if step < 15 else 2)]} for step in range(20)]
+    assert "over the last 5 steps" in straggler_line(metrics, records)
+    busy_s = busy_by_rank(metrics)
+    assert busy_s.shape == (20, 4)
+    assert np.isnan(busy_s[15:, 2:]).all()
+    assert straggler_line(rows(np.ones((3, 1))), []) == "One rank alone: none waits for another."
+
+
+def test_heat_map_of_a_long_run_shows_means_of_steps() -> None:
+    busy_s = np.arange(1, 1001, dtype=float)[:, None] * [1.0, 3.0, np.nan]
+    figure = busy_figure(range(1000), busy_s)
+    seconds, percent = (np.ma.filled(axes.images[0].get_array(), np.nan) for axes in figure.axes[:2])
+    assert seconds.shape == percent.shape == (3, 334)  # 1000 steps, 3 in a column
+    assert seconds[:2, 0] == pytest.approx([2.0, 6.0])
+    assert percent[:2] == pytest.approx(np.repeat([[-50.0], [50.0]], 334, axis=1))
+    assert np.isnan(seconds[2]).all()
