@@ -1,8 +1,10 @@
 """AdaLN as an operator: what PyTorch asks of one, and what it keeps for backward."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from adaptiveload.kernels.adaln import adaln, layer_norm_modulate
 from tests.kernels.test_adaln import make_inputs
@@ -60,6 +62,26 @@ def test_checkpoint_recomputes_the_same_bits(kernels):
     again = checkpoint(block, *leaves.values(), offsets, use_reentrant=False)
     for a, b in zip(plain, torch.autograd.grad(again.sum(), list(leaves.values())), strict=True):
         assert torch.equal(a, b)
+
+
+def test_selective_checkpoint_keeps_the_operator_or_computes_it_again(kernels):
+    """As a policy says, in the same bits."""
+    leaves, offsets = leaves_of(make_inputs(hidden_size=64), GATED, kernels.device)
+    plain = torch.autograd.grad(block(*leaves.values(), offsets).sum(), list(leaves.values()))
+    ours = torch.ops.adaptiveload.adaln.default
+    for policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE):
+        calls = []
+
+        def decide(context, operator, *args, policy=policy, calls=calls, **kwargs):
+            if operator is ours:
+                calls.append(context.is_recompute)
+            return policy if operator is ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, decide)
+        again = checkpoint(block, *leaves.values(), offsets, use_reentrant=False, context_fn=contexts)
+        for a, b in zip(plain, torch.autograd.grad(again.sum(), list(leaves.values())), strict=True):
+            assert torch.equal(a, b)
+        assert calls, "the policy is asked about the operator"
 
 
 def test_autocast_leaves_float32_modulation_alone(kernels):
