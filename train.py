@@ -226,8 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(describe_schedule(schedule, options.ranks or ranks.world_size))
             return
         run = build_run(config, ranks)
-        if ranks.is_main and run.first_step < config.max_steps and isinstance(run.schedule, Schedule):
-            print(describe_schedule(run.schedule, ranks.world_size, run.first_step), flush=True)
+        if ranks.is_main and run.first_step < config.max_steps:
+            if isinstance(run.schedule, Schedule):
+                print(describe_schedule(run.schedule, ranks.world_size, run.first_step))
+            print(f"trained: {config.describe_trained()}; the run begins at step {run.first_step}", flush=True)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"train.py: {error}")
     if run.first_step >= config.max_steps and ranks.is_main:
