@@ -68,7 +68,7 @@ class Launch:
 ROWS_PER_RELOAD = 50
 
 
-def default_launches(hidden_size: int, is_backward: bool, bytes_per_element: int = 2) -> tuple[Launch, ...]:
+def default_launches(hidden_size: int, is_backward: bool, bytes_per_element: int) -> tuple[Launch, ...]:
     """The layouts for rows of D = `hidden_size`, best first; the first whose ring fits into shared memory is taken.
 
     Args:

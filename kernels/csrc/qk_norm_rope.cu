@@ -24,11 +24,11 @@ int launch(const QkParams& p, cudaStream_t stream, int* fits) {
 
 // The vectors a thread and rows between barriers that `choose_layout` in kernels/qk_extension.py chooses from.
 template <class T, bool kPerHead> int launch_rows(const QkParams& p, bool is_backward, cudaStream_t stream, int* fits) {
-  const int layout = 10 * p.vectors + p.rows;
-  if (!is_backward && layout == 12) return launch<T, kPerHead, false, 1, 2>(p, stream, fits);
-  if (!is_backward && layout == 22) return launch<T, kPerHead, false, 2, 2>(p, stream, fits);
-  if (is_backward && layout == 12) return launch<T, kPerHead, true, 1, 2>(p, stream, fits);
-  if (is_backward && layout == 21) return launch<T, kPerHead, true, 2, 1>(p, stream, fits);
+  const auto is_layout = [&](int vectors, int rows) { return p.vectors == vectors && p.rows == rows; };
+  if (!is_backward && is_layout(1, 2)) return launch<T, kPerHead, false, 1, 2>(p, stream, fits);
+  if (!is_backward && is_layout(2, 2)) return launch<T, kPerHead, false, 2, 2>(p, stream, fits);
+  if (is_backward && is_layout(1, 2)) return launch<T, kPerHead, true, 1, 2>(p, stream, fits);
+  if (is_backward && is_layout(2, 1)) return launch<T, kPerHead, true, 2, 1>(p, stream, fits);
   return cudaErrorInvalidConfiguration;
 }
 
