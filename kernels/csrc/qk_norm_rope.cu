@@ -1,6 +1,7 @@
 // The C interface that kernels/qk_extension.py calls. Every function returns a cudaError_t.
 #include "on_device.cuh"
 #include "qk_norm_rope.cuh"
+#include "qk_scalar.cuh"
 
 namespace adaln {
 namespace {
