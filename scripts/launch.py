@@ -5,6 +5,7 @@
 `accelerate launch` itself dies of SIGUSR1, gives the ranks 30 s after SIGTERM, and ends with 1 whatever they end with.
 """
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -27,7 +28,8 @@ def forward_signals() -> None:
         while True:
             number = signal.sigwait(STOP_SIGNALS)
             for child in psutil.Process().children():
-                child.send_signal(number)
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                    child.send_signal(number)
 
     threading.Thread(target=forward, name="signals", daemon=True).start()
 

@@ -52,6 +52,11 @@ class TrackingConfig:
             raise ValueError(f"tracking.trackers={self.trackers}: {unknown[0]!r} is none of {', '.join(_TRACKERS)}")
         if self.wandb not in ("auto", "online", "offline", "disabled"):
             raise ValueError(f"tracking.wandb={self.wandb!r}: use auto, online, offline or disabled")
+        if not self.init_timeout_s > 0 or not self.finish_timeout_s > 0:
+            raise ValueError(
+                f"tracking.init_timeout_s={self.init_timeout_s} and tracking.finish_timeout_s={self.finish_timeout_s} "
+                "must be positive seconds"
+            )
         if self.schedule_every_steps < 1:
             raise ValueError(f"tracking.schedule_every_steps={self.schedule_every_steps} must be at least 1")
 

@@ -29,6 +29,8 @@ from adaptiveload.training.config import load_config, save_config
         ("ema.decay=1", "ema.decay"),
         ("checkpoint.keep=0", "checkpoint.keep"),
         ("tracking.wandb=yes", "tracking.wandb"),
+        ("tracking.finish_timeout_s=0", "tracking.finish_timeout_s=0"),
+        ("tracking.init_timeout_s=.nan", "tracking.init_timeout_s=nan"),
         ("optimizer.max_skipped_in_a_row=-1", "optimizer.max_skipped_in_a_row"),
         ("lora.rank=-2", "lora.rank=-2"),
         ("lora.targets=attention", "lora.targets: "),
