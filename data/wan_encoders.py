@@ -110,7 +110,7 @@ class Umt5TextEncoder:
         device: Where it runs; bfloat16 on a GPU, float32 on a CPU.
 
     Raises:
-        ValueError: If a folder is absent, or transformers is not installed.
+        ValueError: If a folder is absent.
     """
 
     max_len = 512
@@ -119,10 +119,8 @@ class Umt5TextEncoder:
         for part in ("tokenizer", "text_encoder"):
             if not (Path(model_dir) / part).is_dir():
                 raise ValueError(f"no text encoder in {model_dir}: folder {part}/ is missing")
-        try:
-            from transformers import AutoTokenizer, UMT5EncoderModel  # takes seconds to import
-        except ImportError as error:
-            raise ValueError("the UMT5 text encoder needs a package more: `pip install transformers`") from error
+        from transformers import AutoTokenizer, UMT5EncoderModel  # takes seconds to import
+
         self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir / "tokenizer"), local_files_only=True)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self._model = UMT5EncoderModel.from_pretrained(

@@ -157,7 +157,6 @@ def test_missing_folders_are_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def text_dir(tmp_path_factory):
-    pytest.importorskip("transformers", reason="optional: only the UMT5 text encoder needs it")
     folder = tmp_path_factory.mktemp("wan")
     model, tokenizer = new_text_encoder()
     model.save_pretrained(folder / "text_encoder")

@@ -38,7 +38,6 @@ def documented_commands() -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the documented commands were run."""
-    pytest.importorskip("transformers", reason="optional: only the UMT5 text encoder needs it")
     from diffusers import WanTransformer3DModel
 
     folder = tmp_path_factory.mktemp("finetune")

@@ -21,7 +21,6 @@ from scripts.export import export_run
 from tests.launching import launch, run_script
 from tests.tiny_wan import save_pipeline
 
-pytest.importorskip("transformers", reason="optional: only the UMT5 text encoder needs it")
 GRID, SHAPE = (3, 2, 3), (9, 32, 48)
 SAMPLER = SamplerConfig("unipc", num_steps=4, guidance_scale=5.0, shift=3.0)
 
