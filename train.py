@@ -30,7 +30,8 @@ from adaptiveload.training.metrics import (
 )
 from adaptiveload.training.optimizer import learning_rate
 from adaptiveload.training.previews import Previews
-from adaptiveload.training.run import Run, Schedule, build_run, build_schedule, check_agreement
+from adaptiveload.training.run import Run, build_run, check_agreement
+from adaptiveload.training.schedule import Schedule, build_schedule
 from adaptiveload.training.startup_report import describe_schedule
 from adaptiveload.training.step_guard import MicroBatchLosses
 from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals

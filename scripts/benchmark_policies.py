@@ -39,7 +39,7 @@ from adaptiveload.training.cost import model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks, clip_gradients, finish_ranks, reshard, start_ranks
 from adaptiveload.training.live_step import build_model, run_micro_batch
 from adaptiveload.training.metrics import RankMeasurement, StepMeasurement, cost_error, gather_measurements
-from adaptiveload.training.run import model_geometry, resolve_meet
+from adaptiveload.training.schedule import model_geometry, resolve_meet
 from adaptiveload.training.synthetic import synthetic_batch, warm_up_attention
 
 EPOCH_SAMPLES_PER_RANK = 30_000  # as the simulator: the paper's large buckets fill late

@@ -32,7 +32,7 @@ from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import device_memory_bytes, model_dims, provenance, resolve_gpu
 from adaptiveload.training.distributed import Ranks, clip_gradients, finish_ranks, reshard, start_ranks
 from adaptiveload.training.live_step import build_model, run_micro_batch
-from adaptiveload.training.run import model_geometry, resolve_meet
+from adaptiveload.training.schedule import model_geometry, resolve_meet
 from adaptiveload.training.synthetic import synthetic_batch
 
 # Lengths that spread tokens and tokens squared. The three shortest alone tell the term per sample and the three longest

@@ -27,7 +27,7 @@ from adaptiveload.training.figures import (
     schedule_figure,
     shape_mix_figure,
 )
-from adaptiveload.training.run import build_schedule, model_geometry
+from adaptiveload.training.schedule import build_schedule, model_geometry
 from adaptiveload.training.stragglers import busy_by_rank, straggler_line
 
 _STYLE = """

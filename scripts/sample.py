@@ -38,7 +38,6 @@ from adaptiveload.training.contact_sheet import contact_sheet, shown_frames
 from adaptiveload.training.cost import resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, set_meeting, start_ranks
 from adaptiveload.training.live_step import build_model
-from adaptiveload.training.run import model_geometry, resolve_meet
 from adaptiveload.training.samples import (
     Strips,
     Wanted,
@@ -51,6 +50,7 @@ from adaptiveload.training.samples import (
     open_vae,
     wanted_of_corpus,
 )
+from adaptiveload.training.schedule import model_geometry, resolve_meet
 from adaptiveload.training.trained_weights import frozen_identity
 
 # Below this, nobody should expect more than colours and layout.

@@ -9,7 +9,7 @@ import numpy as np
 from adaptiveload.scheduling.balanced import BalancedPolicy, enough_samples_per_step
 from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
 from adaptiveload.scheduling.plan import StepPlan
-from adaptiveload.training.run import Schedule
+from adaptiveload.training.schedule import Schedule
 
 _NUM_STEPS = 20
 _MAX_NAMES = 20  # dropped files that are named; the rest is counted

@@ -27,7 +27,7 @@ from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
 from adaptiveload.training.live_step import build_model
-from adaptiveload.training.run import model_geometry, resolve_meet
+from adaptiveload.training.schedule import model_geometry, resolve_meet
 from scripts.benchmark_policies import SyntheticSchedule, run_step
 
 

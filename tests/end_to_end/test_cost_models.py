@@ -18,7 +18,7 @@ from adaptiveload.scheduling.fit import fit_two_term, held_out_errors, points_of
 from adaptiveload.scheduling.flops import WAN_1_3B
 from adaptiveload.scheduling.shapes import LatentGeometry
 from adaptiveload.training.config import load_config
-from adaptiveload.training.run import build_schedule
+from adaptiveload.training.schedule import build_schedule
 from adaptiveload.training.startup_report import describe_schedule
 from scripts import benchmark_shapes
 from tests.launching import ROOT, environment, launch, launch_command, run_script

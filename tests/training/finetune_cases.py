@@ -16,7 +16,8 @@ from adaptiveload.scheduling.shapes import Shape
 from adaptiveload.training.config import load_config
 from adaptiveload.training.distributed import Ranks, finish_ranks, shard_model, start_ranks
 from adaptiveload.training.live_step import build_model, lay_out_model, run_micro_batch
-from adaptiveload.training.run import Run, build_run, model_geometry
+from adaptiveload.training.run import Run, build_run
+from adaptiveload.training.schedule import model_geometry
 from adaptiveload.training.step_timer import StepTimer
 from adaptiveload.training.stop_signals import StopSignals
 from adaptiveload.training.synthetic import synthetic_batch

@@ -22,7 +22,7 @@ from adaptiveload.scheduling.policies import POLICIES, build_policy
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.training.config import load_config, save_config
 from adaptiveload.training.cost import model_dims
-from adaptiveload.training.run import model_geometry
+from adaptiveload.training.schedule import model_geometry
 
 CONFIGS_DIR = Path(__file__).parent.parent.parent / "configs"
 PRESETS = sorted(path.stem for path in CONFIGS_DIR.glob("*.yaml"))
