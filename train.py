@@ -114,7 +114,8 @@ def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatc
             scale=run.ranks.world_size / plan.normalizer,
             meet=plan.meet,
             is_last=g == count - 1,
-            recompute=plan.recompute[g],
+            recompute=plan.recompute,
+            permille=int(plan.recomputed[g, run.ranks.rank]),
         )
         losses.append((weighted, tuple(micro_batch.trained)))
     reshard(run.model)

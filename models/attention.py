@@ -10,16 +10,17 @@ Legend: `B` samples of one length, `S` tokens of one sample, `N` = sum of S, `H`
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own documentation uses)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from adaptiveload.kernels.segments import equal_runs
 from adaptiveload.models.packing import to_device
@@ -223,3 +224,22 @@ def _attention(
     dense = (tensor.unflatten(0, (batch.batch_size, -1)).transpose(1, 2) for tensor in (query, key, value))
     output = F.scaled_dot_product_attention(*dense)  # [B, H, S, hd]
     return output.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+# The kernels behind `packed_attention`, of which the last is the CPU's. Where none fits (float64), attention is made of
+# plain products, and nothing of it is kept.
+_KERNELS = (
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of a checkpointed forward and of its recomputation: attention outputs are kept, and taken from there.
+
+    They are two bytes a number beside the products that give them, of which attention's grow with the square of S.
+    """
+    return create_selective_checkpoint_contexts(list(_KERNELS))

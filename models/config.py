@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-RECOMPUTE_LEVELS = ("none", "full")
+# What a block keeps for backward: everything, its inputs, or its inputs and the outputs of its attention.
+RECOMPUTE_LEVELS = ("none", "full", "attention")
 
 
 @dataclass

@@ -8,6 +8,7 @@ Legend: `N` tokens of all samples side by side, `M` keys of all samples, `D` hid
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,8 @@ from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own 
 from torch.utils.checkpoint import checkpoint
 
 from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
-from adaptiveload.models.attention import AttentionCalls
+from adaptiveload.models.attention import AttentionCalls, keep_attention
+from adaptiveload.models.config import RECOMPUTE_LEVELS
 from adaptiveload.models.packing import Grid
 
 # First, last or other block, one segment or more, with and without recomputation: 12, and room for what dtypes add.
@@ -32,17 +34,34 @@ class Block(nn.Module):
     compiled: Callable | None = None
 
     def forward(self, *inputs, recompute: str) -> tuple[torch.Tensor | None, ...]:
-        """As `_forward`; with `recompute` "full" only the inputs are kept for backward.
+        """As `_forward`; `recompute` "full" keeps the inputs for backward, "attention" its attention outputs too.
 
         Checkpointing happens in here, inside what FSDP shards: a block's weights are gathered once for recomputation
         and backward.
         """
         # Evaluation and sampling would be compiled once more, for little.
         compute = self.compiled if self.compiled is not None and torch.is_grad_enabled() else self._forward
-        if recompute == "full":
-            # Nothing here is random.
-            return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return compute(*inputs)
+        if recompute == "none" or not torch.is_grad_enabled():
+            return compute(*inputs)
+        # Nothing here is random.
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if recompute == "attention":
+            options["context_fn"] = keep_attention
+        return checkpoint(compute, *inputs, **options)
+
+
+def recompute_levels(recompute: str, permille: int, num_layers: int) -> list[str]:
+    """`recompute` for the first `permille` thousandths of the blocks, rounded up, and "none" for the others.
+
+    The first, because their backward is the last: by then what the others kept is free.
+
+    Raises:
+        ValueError: If `recompute` is none of `RECOMPUTE_LEVELS`.
+    """
+    if recompute not in RECOMPUTE_LEVELS:
+        raise ValueError(f"recompute is {recompute!r}; it is one of {', '.join(RECOMPUTE_LEVELS)}")
+    again = -(-num_layers * permille // 1000)
+    return [recompute] * again + ["none"] * (num_layers - again)
 
 
 def compile_blocks(blocks: Iterable[Block], backend: str = "inductor") -> None:

@@ -22,8 +22,8 @@ from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own 
 from adaptiveload.kernels.adaln import adaln
 from adaptiveload.kernels.qk_norm_rope import qk_norm_rope
 from adaptiveload.models.attention import AttentionBatch, VarlenBatch, joint_attention_calls, packed_attention
-from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
-from adaptiveload.models.layers import Block, FeedForward, LinearFp32, TimeEmbedder
+from adaptiveload.models.config import ModelConfig
+from adaptiveload.models.layers import Block, FeedForward, LinearFp32, TimeEmbedder, recompute_levels
 from adaptiveload.models.lora import own_parameters
 from adaptiveload.models.packing import PackedBatch, to_device
 from adaptiveload.models.rope import joint_rotary_tables
@@ -331,7 +331,12 @@ class VideoMMDiT(nn.Module):
         return [self.time_text_embed["timestep_embedder"], self.norm_out, self.proj_out], list(self.transformer_blocks)
 
     def forward(
-        self, latents: torch.Tensor, timestep: torch.Tensor, batch: PackedBatch, recompute: str = "none"
+        self,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        batch: PackedBatch,
+        recompute: str = "none",
+        permille: int = 1000,
     ) -> torch.Tensor:
         """Predicted velocity of every token: float32 [N, out_channels*pf*py*px], in the token layout of the input.
 
@@ -339,13 +344,16 @@ class VideoMMDiT(nn.Module):
             latents: Noisy tokens [N, in_channels*pf*py*px].
             timestep: Of each segment, float32 [G] in [0, 1000]. Text goes by its sample's last segment, the noisy one.
             batch: Text, shapes and offsets of the samples; its latents are not read.
-            recompute: "none", or "full" to keep only the inputs of each block and compute the rest again in backward.
+            recompute: "none"; "full" keeps only the inputs of a block and computes the rest again in backward,
+                "attention" all but its attention.
+            permille: Thousandths of the blocks that do so, the first ones; the others keep everything.
 
         Raises:
-            ValueError: If a sample has no text rows or more than `text_len`, or `recompute` is neither.
+            ValueError: If a sample has no text rows or more than `text_len`, or `recompute` is none of these.
             TypeError: If `timestep` is not float32.
         """
-        self._check(batch, recompute)
+        self._check(batch)
+        levels = recompute_levels(recompute, permille, len(self.transformer_blocks))
         dtype = self.img_in.weight.dtype
         device = latents.device
         layout = JointLayout.of(batch, device, dtype)
@@ -359,9 +367,9 @@ class VideoMMDiT(nn.Module):
         if self.config.residual_fp32:
             x, text_x = x.float(), text_x.float()
         y = gate = text_y = text_gate = None
-        for block in self.transformer_blocks:
+        for block, level in zip(self.transformer_blocks, levels, strict=True):
             x, y, gate, text_x, text_y, text_gate = block(
-                x, y, gate, text_x, text_y, text_gate, embedding, text_embedding, rotary, layout, recompute=recompute
+                x, y, gate, text_x, text_y, text_gate, embedding, text_embedding, rotary, layout, recompute=level
             )
         scale, shift = self.norm_out(embedding)
         offsets = batch.segment_offsets
@@ -371,9 +379,7 @@ class VideoMMDiT(nn.Module):
         )  # fmt: skip
         return self.proj_out(h)
 
-    def _check(self, batch: PackedBatch, recompute: str) -> None:
-        if recompute not in RECOMPUTE_LEVELS:
-            raise ValueError(f"recompute is {recompute!r}; it is one of {', '.join(RECOMPUTE_LEVELS)}")
+    def _check(self, batch: PackedBatch) -> None:
         for key, length in zip(batch.keys, batch.text_offsets.diff().tolist(), strict=True):
             if not 1 <= length <= self.config.text_len:
                 raise ValueError(

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 (the name that PyTorch's own 
 
 from adaptiveload.kernels.adaln import adaln
 from adaptiveload.models.attention import AttentionCalls, attention_batches
-from adaptiveload.models.config import RECOMPUTE_LEVELS, ModelConfig
+from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.layers import (
     Attention,
     Block,
@@ -29,6 +29,7 @@ from adaptiveload.models.layers import (
     PatchEmbedding,
     TextEmbedder,
     TimeEmbedder,
+    recompute_levels,
 )
 from adaptiveload.models.lora import own_parameters
 from adaptiveload.models.packing import PackedBatch, pad_text
@@ -247,7 +248,12 @@ class WanTransformer(nn.Module):
         return fp32_modules, list(self.blocks)
 
     def forward(
-        self, latents: torch.Tensor, timestep: torch.Tensor, batch: PackedBatch, recompute: str = "none"
+        self,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        batch: PackedBatch,
+        recompute: str = "none",
+        permille: int = 1000,
     ) -> torch.Tensor:
         """Predicted velocity of every token: float32 [N, out_channels*pf*py*px], in the token layout of the input.
 
@@ -255,14 +261,17 @@ class WanTransformer(nn.Module):
             latents: Noisy tokens [N, in_channels*pf*py*px].
             timestep: Of each segment, float32 [G] in [0, 1000].
             batch: Text, shapes and offsets of the samples; its latents are not read.
-            recompute: "none", or "full" to keep only the inputs of each block and compute the rest again in backward.
+            recompute: "none"; "full" keeps only the inputs of a block and computes the rest again in backward,
+                "attention" all but its attention.
+            permille: Thousandths of the blocks that do so, the first ones; the others keep everything.
 
         Raises:
             ValueError: If a text is longer than `text_len`, a grid larger than `rope_max_seq_len`, or `recompute` is
-                neither.
+                none of these.
             TypeError: If `timestep` is not float32.
         """
-        self._check(batch, recompute)
+        self._check(batch)
+        levels = recompute_levels(recompute, permille, len(self.blocks))
         config, embedder = self.config, self.condition_embedder
         dtype = self.patch_embedding.weight.dtype
         embedding = embedder["time_embedder"](timestep)  # [G, D]
@@ -277,10 +286,10 @@ class WanTransformer(nn.Module):
         x = self.patch_embedding(latents.to(dtype))  # [N, D]
         x = x.float() if config.residual_fp32 else x
         y = gate = None
-        for block, block_rows in zip(self.blocks, rows, strict=True):
+        for block, block_rows, level in zip(self.blocks, rows, levels, strict=True):
             # unbind, not six indexings: the backward of each would zero-fill all six rows.
             *modulation, next_gate = block_rows.unbind(1)
-            x, y = block(x, y, gate, tuple(modulation), context, rotary, layout, recompute=recompute)
+            x, y = block(x, y, gate, tuple(modulation), context, rotary, layout, recompute=level)
             gate = next_gate
         shift, scale = head.unbind(1)
         offsets = batch.segment_offsets
@@ -290,9 +299,7 @@ class WanTransformer(nn.Module):
         )  # fmt: skip
         return rearrange(self.proj_out(h), "n (p c) -> n (c p)", p=config.patch_volume)
 
-    def _check(self, batch: PackedBatch, recompute: str) -> None:
-        if recompute not in RECOMPUTE_LEVELS:
-            raise ValueError(f"recompute is {recompute!r}; it is one of {', '.join(RECOMPUTE_LEVELS)}")
+    def _check(self, batch: PackedBatch) -> None:
         for key, grid in zip(batch.keys, batch.grids, strict=True):
             if max(grid) > self.config.rope_max_seq_len:
                 raise ValueError(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from adaptiveload.scheduling.cost import IntArray
 from adaptiveload.scheduling.order import Draws
 from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.scheduling.recompute import ALL_BLOCKS, Recompute
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.updates import CostHistory
 
@@ -22,19 +23,29 @@ class StepAssembler:
         table: Samples that draws refer to.
         costs: Prices samples and micro-batches, step by step.
         meet: "slot" or "step".
-        recompute: Recompute level of every slot.
+        recompute: How much of a micro-batch is computed again.
         loss_weight_exponent: alpha in w_i = S_i ** alpha.
+        text_memory_tokens: Tokens that take the memory of one sample's text.
     """
 
     table: SampleTable
     costs: CostHistory
     meet: str
-    recompute: str
+    recompute: Recompute
     loss_weight_exponent: float
+    text_memory_tokens: int = 0
 
     def sample_us(self, step: int, draws: Draws) -> IntArray:
-        """Microseconds that each draw adds to its micro-batch in `step`, int64 [n]."""
+        """Microseconds that each draw adds to its micro-batch in `step` if all is kept, int64 [n]."""
         return self.costs.cost_at(step).sample_us(self.table.computed_tokens(draws.ids), self.table.text_len[draws.ids])
+
+    def again_us(self, step: int, draws: Draws) -> IntArray:
+        """Microseconds that computing all blocks of each draw again takes in `step`, int64 [n]."""
+        return self.costs.cost_at(step).again_us(self.table.computed_tokens(draws.ids))
+
+    def memory_tokens(self, draws: Draws) -> IntArray:
+        """Tokens of each draw as its memory counts them, text included, int64 [n]."""
+        return self.table.computed_tokens(draws.ids) + self.text_memory_tokens
 
     def weights(self, draws: Draws) -> NDArray[np.float64]:
         """Loss weight of each draw, float64 [n]."""
@@ -51,7 +62,10 @@ class StepAssembler:
         flat = [bin_ for slot in plan_slots for bin_ in slot]
         shape = (len(plan_slots), len(plan_slots[0]))
         is_absent = np.array([bin_ is None for bin_ in flat]).reshape(shape)
+        recomputed = self.recompute.permille(_sums(self.memory_tokens(draws), flat))
         sums = _sums(self.sample_us(step, draws), flat)
+        if self.recompute.level == "auto":  # the cost of "full" is in the law
+            sums += _sums(self.again_us(step, draws), flat) * recomputed // ALL_BLOCKS
         costs = self.costs.cost_at(step).micro_batch_us(sums).reshape(shape)
         if (speed := self.costs.speed_at(step, shape[1])) is not None:
             costs = -(-costs * 1000 // speed)
@@ -67,7 +81,8 @@ class StepAssembler:
             slots=plan_slots,
             costs_us=np.where(is_absent, 0, costs),
             num_tokens=_sums(self.table.num_tokens[draws.ids], flat).reshape(shape),
-            recompute=(self.recompute,) * len(plan_slots),
+            recompute=self.recompute.block_level,
+            recomputed=np.where(is_absent, 0, recomputed.reshape(shape)),
             normalizer=math.fsum(weights.tolist()),  # exact, so the order of the draws does not matter
             meet=self.meet,
         )

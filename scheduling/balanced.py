@@ -7,9 +7,10 @@ import numpy as np
 
 from adaptiveload.scheduling.assemble import StepAssembler
 from adaptiveload.scheduling.cost import IntArray
-from adaptiveload.scheduling.order import EndlessOrder
+from adaptiveload.scheduling.order import Draws, EndlessOrder
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.planner import plan_step
+from adaptiveload.scheduling.recompute import ALL_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,6 @@ class BalancedPolicy:
         memory_limit_tokens: Most tokens of a micro-batch, unless one sample alone has more.
         max_samples_per_micro_batch: Most samples of a micro-batch.
         slot_overhead_us: Microseconds that one more micro-batch costs; None takes the cost model's fixed part.
-        text_memory_tokens: Tokens that take the memory of one sample's text.
     """
 
     assembler: StepAssembler
@@ -34,7 +34,6 @@ class BalancedPolicy:
     memory_limit_tokens: int
     max_samples_per_micro_batch: int
     slot_overhead_us: int | None
-    text_memory_tokens: int = 0
 
     @property
     def steps_in_first_epoch(self) -> int:
@@ -44,22 +43,39 @@ class BalancedPolicy:
     def plan(self, step: int) -> StepPlan:
         """Plan of optimizer step `step`, from 0."""
         draws = self.order.window(step * self.samples_per_step, self.samples_per_step)
+        recompute, limits = self.assembler.recompute, [self.memory_limit_tokens]
+        if recompute.level == "auto" and 0 < recompute.kept_tokens < limits[0]:
+            limits.insert(0, recompute.kept_tokens)  # more micro-batches that compute nothing again, or fewer that do
+        plans = [self._plan(step, draws, limit) for limit in limits]
+        return min(plans, key=planned_us)
+
+    def _plan(self, step: int, draws: Draws, limit: int) -> StepPlan:
+        """The plan whose micro-batches have at most `limit` tokens, or a single sample."""
+        assembler = self.assembler
         # A floor under a sample's memory is a ceiling on the samples of a micro-batch; an oversize sample runs alone.
-        floor = -(-self.memory_limit_tokens // self.max_samples_per_micro_batch)
-        tokens = self.assembler.table.computed_tokens(draws.ids) + self.text_memory_tokens
+        floor = -(-limit // self.max_samples_per_micro_batch)
+        tokens, costs = assembler.memory_tokens(draws), assembler.sample_us(step, draws)
+        if assembler.recompute.level == "auto":
+            costs = costs + assembler.again_us(step, draws) * assembler.recompute.permille(tokens) // ALL_BLOCKS
         overhead_us = self.slot_overhead_us
         if overhead_us is None:
-            overhead_us = round(self.assembler.costs.cost_at(step).a_us)
+            overhead_us = round(assembler.costs.cost_at(step).a_us)
         plan = plan_step(
-            self.assembler.sample_us(step, draws),
-            np.clip(tokens, floor, self.memory_limit_tokens),
+            costs,
+            np.clip(tokens, floor, limit),
             self.ranks,
-            self.memory_limit_tokens,
-            meet=self.assembler.meet,
+            limit,
+            meet=assembler.meet,
             slot_overhead_us=overhead_us,
-            speed_permille=self.assembler.costs.speed_at(step, self.ranks),
+            speed_permille=assembler.costs.speed_at(step, self.ranks),
         )
-        return self.assembler.assemble(step, step * self.samples_per_step, draws, plan.slots)
+        return assembler.assemble(step, step * self.samples_per_step, draws, plan.slots)
+
+
+def planned_us(plan: StepPlan) -> int:
+    """Microseconds of a step as planned: of the longest micro-batch of each slot, or of the longest rank."""
+    costs = plan.costs_us
+    return int(costs.max(1).sum() if plan.meet == "slot" else costs.sum(0).max())
 
 
 DEAREST_SAMPLES = 2  # work that a rank wants per step, in dearest samples: with less, ranks cannot be level

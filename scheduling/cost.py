@@ -15,6 +15,9 @@ from adaptiveload.scheduling.flops import ModelDims
 
 IntArray = NDArray[np.int64]
 
+AGAIN = 1 / 3  # of what forward and backward of the linear layers take, a second forward is one pass of three
+_LINEAR_TOKENS = 1_024  # up to here attention is a small part of a sample
+
 
 class CostModel(Protocol):
     """Prices samples and micro-batches in microseconds."""
@@ -26,6 +29,10 @@ class CostModel(Protocol):
 
     def sample_us(self, num_tokens: IntArray, text_len: IntArray | NDArray[np.int32]) -> IntArray:
         """int64 [n], what each sample adds to its micro-batch, at least 1."""
+        ...
+
+    def again_us(self, num_tokens: IntArray) -> IntArray:
+        """int64 [n], what computing all blocks of each sample again adds, attention kept."""
         ...
 
     def micro_batch_us(self, sum_of_sample_us: IntArray) -> IntArray:
@@ -59,6 +66,10 @@ class TwoTermCost:
         tokens = np.asarray(num_tokens, np.float64)
         return _whole_us(self.c0_us + self.b1_us * tokens + self.b2_us * tokens * tokens)
 
+    def again_us(self, num_tokens: IntArray) -> IntArray:
+        """int64 [n], what computing all blocks of each sample again adds: one pass of three, attention kept."""
+        return _whole_us((self.c0_us + self.b1_us * np.asarray(num_tokens, np.float64)) * AGAIN)
+
     def micro_batch_us(self, sum_of_sample_us: IntArray) -> IntArray:
         """int64 [m], micro-batches whose samples add up to `sum_of_sample_us`; a filler of no sample adds up to 0."""
         return np.maximum(round(self.launch_floor_us), round(self.a_us) + np.asarray(sum_of_sample_us, np.int64))
@@ -88,6 +99,12 @@ class PowerCost:
         costs = np.array([self.b_us * math.pow(length, self.exponent) for length in lengths.tolist()])
         return _whole_us(costs)[where.reshape(-1)]
 
+    def again_us(self, num_tokens: IntArray) -> IntArray:
+        """int64 [n], a guess: the law does not tell attention, which is kept, from the rest."""
+        tokens = np.asarray(num_tokens, np.int64)
+        short = self.sample_us(np.minimum(tokens, _LINEAR_TOKENS), np.zeros_like(tokens)).astype(np.float64)
+        return _whole_us(AGAIN * short * np.maximum(tokens / _LINEAR_TOKENS, 1))
+
     def micro_batch_us(self, sum_of_sample_us: IntArray) -> IntArray:
         """int64 [m], micro-batches whose samples add up to `sum_of_sample_us`."""
         return round(self.a_us) + np.asarray(sum_of_sample_us, np.int64)
@@ -102,12 +119,14 @@ class TableCost:
         a_us: Fixed part of a micro-batch.
         lengths: Tokens of a sample, rising.
         prices_us: What a sample of each length adds to its micro-batch.
+        agains_us: What computing all its blocks again adds.
     """
 
     launch_floor_us: int
     a_us: int
     lengths: tuple[int, ...]
     prices_us: tuple[int, ...]
+    agains_us: tuple[int, ...]
 
     @classmethod
     def of(cls, cost: CostModel, num_tokens: IntArray) -> "TableCost":
@@ -115,12 +134,17 @@ class TableCost:
         lengths = np.unique(num_tokens).astype(np.int64)
         floor = int(cost.micro_batch_us(np.zeros(1, np.int64))[0])
         prices = cost.sample_us(lengths, np.zeros_like(lengths))
-        return cls(floor, round(cost.a_us), tuple(lengths.tolist()), tuple(prices.tolist()))
+        agains = cost.again_us(lengths)
+        return cls(floor, round(cost.a_us), tuple(lengths.tolist()), tuple(prices.tolist()), tuple(agains.tolist()))
 
     def sample_us(self, num_tokens: IntArray, text_len: IntArray | NDArray[np.int32]) -> IntArray:
         """int64 [n], what each sample adds to its micro-batch; the length must be one of `lengths`."""
         where = np.searchsorted(self.lengths, num_tokens)
         return np.array(self.prices_us, np.int64)[where]
+
+    def again_us(self, num_tokens: IntArray) -> IntArray:
+        """int64 [n], what computing all blocks of each sample again adds."""
+        return np.array(self.agains_us, np.int64)[np.searchsorted(self.lengths, num_tokens)]
 
     def micro_batch_us(self, sum_of_sample_us: IntArray) -> IntArray:
         """int64 [m], micro-batches whose samples add up to `sum_of_sample_us`."""
@@ -147,8 +171,8 @@ GPU_TFLOPS = {
     "cpu": (0.03, 0.02),
 }
 # Forward, backward and, under full recompute, forward again: linear layers take 2 forwards to go back, flash
-# attention 2.5 (it recomputes the scores).
-PASSES = {"none": (3.0, 3.5), "full": (4.0, 4.5)}
+# attention 2.5 (it recomputes the scores). "auto" adds `again_us` to what computes nothing again.
+PASSES = {"none": (3.0, 3.5), "full": (4.0, 4.5), "auto": (3.0, 3.5)}
 BLOCK_US = 1_200.0  # fixed microseconds per block and micro-batch: launches; with the next line it gives 0.06 s for
 PARAMETER_US = 0.018e-3  # 1.3B and 0.3 s for 14B, what FSDP steps of short samples take; per parameter: its gathers
 
@@ -159,7 +183,7 @@ def analytic_prior(dims: ModelDims, gpu: str, recompute: str) -> TwoTermCost:
     Args:
         dims: Sizes of the transformer.
         gpu: A key of `GPU_TFLOPS`.
-        recompute: "none" or "full".
+        recompute: "none", "full" or "auto".
 
     Raises:
         ValueError: If `gpu` or `recompute` is unknown.

@@ -56,6 +56,11 @@ class ModelDims(ABC):
 
     @property
     @abstractmethod
+    def attention_token_bytes(self) -> int:
+        """Bytes of the attention outputs of one token in one block, and of their fp32 logarithms of sums."""
+
+    @property
+    @abstractmethod
     def text_bytes(self) -> int:
         """Bytes of one sample's text in one block, where it is no part of the sequence."""
 
@@ -118,6 +123,11 @@ class WanDims(ModelDims):
         return 40 * self.hidden_size + 4 * self.ffn_dim
 
     @property
+    def attention_token_bytes(self) -> int:
+        """Of self and cross attention."""
+        return 2 * (2 * self.hidden_size + 4 * self.num_heads)
+
+    @property
     def text_bytes(self) -> int:
         """The rows, embedded, and a block's keys and values."""
         return self.text_len * 2 * (self.text_dim + 4 * self.hidden_size)
@@ -160,6 +170,11 @@ class MMDiTDims(ModelDims):
     def block_token_bytes(self) -> int:
         """Measured with saved-tensor hooks: 46.3 * D."""
         return 46 * self.hidden_size
+
+    @property
+    def attention_token_bytes(self) -> int:
+        """Of the joint attention."""
+        return 2 * self.hidden_size + 4 * self.num_heads
 
     @property
     def text_bytes(self) -> int:

@@ -52,7 +52,7 @@ class MemoryModel:
         return int(free // self.token_bytes)
 
 
-STREAM_BYTES = 4  # fp32 residual stream that recompute keeps at every block's entry
+INPUT_BYTES = 6  # of a block, which recompute keeps: fp32 residual stream, and the bf16 output still to be added
 STATE_BYTES = 20  # fp32 weight, gradient, two moments and average of a trained parameter, sharded over the ranks
 FROZEN_BYTES = 2  # of a frozen one: its bf16 weight
 GATHERED_WEIGHT_BYTES, GATHERED_GRADIENT_BYTES = 2, 4  # bf16 and, of a trained one, fp32
@@ -63,17 +63,22 @@ def memory_prior(dims: ModelDims, recompute: str, meet: str, ranks: int, trained
 
     Args:
         dims: Sizes of the transformer.
-        recompute: "none" or "full".
+        recompute: "none", "full", or "attention": all blocks computed again, attention outputs kept.
         meet: "slot" gathers two blocks at a time, "step" the whole model.
         ranks: Ranks that share weights and states.
         trained_share: Trained parameters over all.
     """
     per_block = dims.block_token_bytes
-    kept = dims.num_layers * (STREAM_BYTES * dims.hidden_size if recompute == "full" else per_block)
+    kept_by_block = {
+        "none": per_block,
+        "full": INPUT_BYTES * dims.hidden_size,
+        "attention": INPUT_BYTES * dims.hidden_size + dims.attention_token_bytes,
+    }
+    kept = dims.num_layers * kept_by_block[recompute]
     gathered = dims.num_parameters if meet == "step" else 2 * dims.num_parameters / max(dims.num_layers, 1)
     return MemoryModel(
         static_bytes=(trained_share * STATE_BYTES + (1 - trained_share) * FROZEN_BYTES) * dims.num_parameters / ranks
         + (GATHERED_WEIGHT_BYTES + trained_share * GATHERED_GRADIENT_BYTES) * gathered,
         token_bytes=kept + per_block,
-        sample_bytes=dims.text_bytes * (1 if recompute == "full" else dims.num_layers),
+        sample_bytes=dims.text_bytes * (dims.num_layers if recompute == "none" else 1),
     )

@@ -30,7 +30,8 @@ class StepPlan:
         costs_us: int64 [G, R], planned microseconds of each micro-batch at its rank's speed, its fixed part included; 0
             where None.
         num_tokens: int64 [G, R], tokens of each micro-batch, text not included; 0 for fillers.
-        recompute: Recompute level of each slot, "none" or "full".
+        recompute: What blocks do that are computed again in backward: "none", "full", or "attention" (kept).
+        recomputed: int64 [G, R], thousandths of the blocks of each micro-batch that are; 0 where None.
         normalizer: Z, the sum of `weights`; the loss of a micro-batch is (R / Z) * sum(w_i * l_i).
         meet: Where ranks wait for each other: "slot" or "step".
     """
@@ -45,7 +46,8 @@ class StepPlan:
     slots: tuple[tuple[MicroBatch | None, ...], ...]
     costs_us: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
-    recompute: tuple[str, ...]
+    recompute: str
+    recomputed: NDArray[np.int64]
     normalizer: float
     meet: str
 
@@ -69,7 +71,7 @@ class StepPlan:
         digest = hashlib.sha256()
         fields = (self.step, self.position, self.next_position, self.slots, self.recompute, self.normalizer, self.meet)
         digest.update(repr(fields).encode())
-        for array in (self.sample_ids, self.epochs, self.repeats, self.costs_us, self.num_tokens):
+        for array in (self.sample_ids, self.epochs, self.repeats, self.costs_us, self.num_tokens, self.recomputed):
             digest.update(array.astype("<i8").tobytes())
         digest.update(self.weights.astype("<f8").tobytes())
         return digest.hexdigest()

@@ -16,6 +16,7 @@ from adaptiveload.scheduling.metrics import idle_share, where_ranks_meet
 from adaptiveload.scheduling.order import CohortOrder, EndlessOrder
 from adaptiveload.scheduling.paper_policies import BucketPolicy
 from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.scheduling.recompute import Recompute
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.updates import CostHistory
 
@@ -49,7 +50,10 @@ class ScheduleConfig:
         seed: Seed of the order.
         loss_weight_exponent: alpha in the loss weight w_i = S_i ** alpha: 0 weighs samples alike, 1 tokens.
         allow_oversize: Run a sample above `memory_limit_tokens` alone instead of refusing it.
-        recompute: Recompute level of every slot: "none" or "full".
+        recompute: What backward computes again: "none", "full" (every block), or "auto": in each micro-batch as few
+            blocks as its memory asks, their attention kept.
+        kept_tokens, most_tokens: With "auto", most tokens of a micro-batch that keeps all blocks, and of one that
+            computes all of them again; null takes what the memory model says.
     """
 
     policy: str = "balanced"
@@ -69,6 +73,8 @@ class ScheduleConfig:
     loss_weight_exponent: float = 0.0
     allow_oversize: bool = False
     recompute: str = "none"
+    kept_tokens: int | None = None
+    most_tokens: int | None = None
 
 
 class Policy(Protocol):
@@ -109,7 +115,9 @@ def build_policy(
     check_config(config, ranks, meet)
     check_memory(config, table, order)
     history = costs if isinstance(costs, CostHistory) else CostHistory(costs)
-    assembler = StepAssembler(table, history, meet, config.recompute, config.loss_weight_exponent)
+    assembler = StepAssembler(
+        table, history, meet, recompute_of(config), config.loss_weight_exponent, config.text_memory_tokens
+    )
     if config.policy == "balanced":
         if int(config.lookahead) > 1:
             order = CohortOrder(order, table.num_tokens, config.samples_per_step, int(config.lookahead))
@@ -121,7 +129,6 @@ def build_policy(
             limit_of(config),
             config.max_samples_per_micro_batch,
             config.slot_overhead_us,
-            config.text_memory_tokens,
         )
     batch_sizes = paper_batch_sizes(config, table, order, history.initial, ranks, meet)
     return BucketPolicy(assembler, order, ranks, batch_sizes, config.slots_per_step)
@@ -199,6 +206,17 @@ def limit_of(config: ScheduleConfig) -> int:
     return config.memory_limit_tokens
 
 
+def recompute_of(config: ScheduleConfig) -> Recompute:
+    """How much of a micro-batch is computed again; "auto" needs its two lengths by now."""
+    if config.recompute != "auto":
+        return Recompute(config.recompute)
+    if config.kept_tokens is None or config.most_tokens is None:
+        raise ValueError(
+            "schedule.recompute=auto needs schedule.kept_tokens and schedule.most_tokens where there is no memory model"
+        )
+    return Recompute("auto", config.kept_tokens, config.most_tokens)
+
+
 def bucket_counts(table: SampleTable, order: EndlessOrder) -> IntArray:
     """Draws of each bucket in an epoch, int64 [num shapes]."""
     return np.bincount(table.shape_ids[order.ids], minlength=len(table.shapes)).astype(np.int64)
@@ -209,7 +227,6 @@ def check_config(config: ScheduleConfig, ranks: int, meet: str) -> None:
     for key, value, known in (
         ("schedule.policy", config.policy, POLICIES),
         ("schedule.meet", meet, ("slot", "step")),
-        ("schedule.recompute", config.recompute, ("none", "full")),
         ("schedule.rank_speed", config.rank_speed, ("auto", "off")),
     ):
         if value not in known:

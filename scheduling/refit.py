@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from adaptiveload.scheduling.cost import IntArray, PowerCost, TwoTermCost
+from adaptiveload.scheduling.cost import AGAIN, IntArray, PowerCost, TwoTermCost
 from adaptiveload.scheduling.fit import EXPONENT_RANGE, LAUNCH_FREE, FloatArray, relative_nnls, robust_loss
 
 KEPT = 384  # latest micro-batches that a refit sees
@@ -24,11 +24,19 @@ Law = TwoTermCost | PowerCost
 
 
 class Observation(NamedTuple):
-    """One micro-batch that ran: its rank, busy seconds, and how many samples it had of each length."""
+    """One micro-batch that ran.
+
+    Attributes:
+        rank: Its rank.
+        busy_s: Busy seconds.
+        counts: How many samples it had of each length.
+        again: Share of its blocks that was computed again beyond what the law holds.
+    """
 
     rank: int
     busy_s: float
     counts: tuple[tuple[int, int], ...]
+    again: float = 0.0
 
 
 @dataclass
@@ -43,10 +51,10 @@ class OnlineFit:
     lengths: IntArray
     observations: deque[Observation] = field(default_factory=lambda: deque(maxlen=KEPT))
 
-    def observe(self, rank: int, busy_s: float, counts: Mapping[int, int]) -> None:
+    def observe(self, rank: int, busy_s: float, counts: Mapping[int, int], again: float = 0.0) -> None:
         """Take in a micro-batch with `counts[length]` samples of each length; fillers and empty times are left out."""
         if counts and busy_s > 0:
-            self.observations.append(Observation(rank, busy_s, tuple(sorted(counts.items()))))
+            self.observations.append(Observation(rank, busy_s, tuple(sorted(counts.items())), again))
 
     @property
     def has_enough(self) -> bool:
@@ -61,8 +69,12 @@ class OnlineFit:
         values = np.concatenate([busy_us, prior_us * factor])
         weights = np.concatenate([np.ones(len(busy_us)), np.full(len(prior_us), PRIOR_WEIGHT)])
         if isinstance(law, PowerCost):
+            # As if nothing had been computed again: the law does not tell attention, which is kept, from the rest.
+            values[: len(busy_us)] *= self.predict_us(law, kept=True) / self.predict_us(law)
             return self._refit_power(law, values, weights)
         columns = self._columns([0, 1, 2])
+        # Of what is computed again attention is kept: the squares are not.
+        columns[: len(self.observations), :2] *= 1 + AGAIN * np.array([[o.again] for o in self.observations])
         columns = np.concatenate([np.ones((len(columns), 1)), columns], 1)
         floors = [law.launch_floor_us, *np.quantile(busy_us, FLOOR_QUANTILES).tolist()]
         fits = [_fit_above(floor, columns, values, weights, len(busy_us)) for floor in floors]
@@ -72,11 +84,15 @@ class OnlineFit:
                 best = fit
         return TwoTermCost(best[1], *best[2].tolist())
 
-    def predict_us(self, law: Law) -> FloatArray:
-        """Microseconds of each observed micro-batch under `law`, float64 [observations]."""
+    def predict_us(self, law: Law, *, kept: bool = False) -> FloatArray:
+        """Microseconds of each observed micro-batch under `law`, float64 [observations]; `kept`: had it kept all."""
         where = {int(length): i for i, length in enumerate(self.lengths)}
         prices = law.sample_us(self.lengths, np.zeros_like(self.lengths))
-        sums = [sum(int(prices[where[length]]) * count for length, count in o.counts) for o in self.observations]
+        again = law.again_us(self.lengths) * (not kept)
+        sums = [
+            sum(int(prices[where[s]] + o.again * again[where[s]]) * count for s, count in o.counts)
+            for o in self.observations
+        ]
         return law.micro_batch_us(np.array(sums, np.int64)).astype(np.float64)
 
     def speeds(self, law: Law, ranks: int) -> FloatArray:
@@ -96,14 +112,14 @@ class OnlineFit:
 
     def state(self) -> list[Any]:
         """Observations as plain lists."""
-        return [[o.rank, o.busy_s, [list(pair) for pair in o.counts]] for o in self.observations]
+        return [[o.rank, o.busy_s, [list(pair) for pair in o.counts], o.again] for o in self.observations]
 
     def load(self, state: Sequence[Any]) -> None:
         """Take the observations of `state` that are of known lengths; a changed data set may lack some."""
         known = set(self.lengths.tolist())
-        for rank, busy_s, counts in state:
+        for rank, busy_s, counts, again in state:
             if all(length in known for length, _ in counts):
-                self.observe(rank, busy_s, dict(counts))
+                self.observe(rank, busy_s, dict(counts), again)
 
     def _columns(self, powers: Sequence[float]) -> FloatArray:
         """Sum over samples of S ** power: observed micro-batches, then one of a single sample of each length."""

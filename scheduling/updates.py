@@ -39,7 +39,11 @@ class ScheduleUpdate:
         speeds, sizes = record["speed_permille"], record["batch_sizes"]
         return cls(
             int(record["from_step"]),
-            TableCost(cost["launch_floor_us"], cost["a_us"], tuple(cost["lengths"]), tuple(cost["prices_us"])),
+            TableCost(
+                cost["launch_floor_us"],
+                cost["a_us"],
+                *(tuple(cost[name]) for name in ("lengths", "prices_us", "agains_us")),
+            ),
             None if speeds is None else tuple(speeds),
             None if sizes is None else tuple(sizes),
         )

@@ -231,7 +231,8 @@ def run_step(
             scale=ranks.world_size / plan.normalizer,
             meet=plan.meet,
             is_last=g == len(batches) - 1,
-            recompute=plan.recompute[g],
+            recompute=plan.recompute,
+            permille=int(plan.recomputed[g, ranks.rank]),
         )
         loss_sum = loss_sum + losses.sum()
     reshard(model)

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from adaptiveload.models.config import RECOMPUTE_LEVELS
 from adaptiveload.scheduling.cost import TwoTermCost, analytic_prior
 from adaptiveload.scheduling.fit import fit_memory, points_of
 from adaptiveload.scheduling.memory import SAFE_SHARE, MemoryModel
@@ -121,7 +122,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--points", nargs="+", help="BATCHxFRAMESxHEIGHTxWIDTH, instead of --shapes")
     parser.add_argument("--max-tokens", type=int, default=105_600, help="most tokens of a micro-batch")
     parser.add_argument("--max-seq-len", type=int, default=52_800, help="most tokens of a sample")
-    parser.add_argument("--recompute", nargs="+", choices=("none", "full"), help="default: the configuration's")
+    parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE_LEVELS, help="default: the configuration's")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of a point after the first (default 3)")
     parser.add_argument("--budget-minutes", type=float, default=20.0, help="start-up included (default 20)")
     return parser.parse_intermixed_args(arguments)
@@ -146,7 +147,8 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: f
     if ranks.device.type != "cuda":
         say(ranks, "no GPU: memory cannot be measured and its columns stay empty; this wants a GPU")
     rows = read_rows(options.output, about)
-    levels = options.recompute or [config.schedule.recompute]
+    # "auto" plans with what was measured without recompute.
+    levels = options.recompute or [config.schedule.recompute.replace("auto", "none")]
     model, timer, optimizer = build_model(config, ranks)
     allocate_moments(optimizer)
     end = started + options.budget_minutes * 60

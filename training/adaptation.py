@@ -11,6 +11,7 @@ from adaptiveload.scheduling.cost import PowerCost, TableCost, TwoTermCost
 from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import Policy, ScheduleConfig, paper_batch_sizes
+from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.scheduling.refit import OnlineFit
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.updates import CostHistory, ScheduleUpdate
@@ -106,7 +107,9 @@ class Adaptation:
         for g, slot in enumerate(plan.slots):
             for rank, members in enumerate(slot):
                 if members:
-                    self.online.observe(rank, float(busy_s[g, rank]), Counter(tokens[list(members)].tolist()))
+                    again = plan.recomputed[g, rank] / ALL_BLOCKS if plan.recompute == "attention" else 0.0
+                    counts = Counter(tokens[list(members)].tolist())
+                    self.online.observe(rank, float(busy_s[g, rank]), counts, again)
 
     def _refit(self, from_step: int) -> tuple[dict[str, Any], list[str]] | None:
         """The update of this refit and what to say of it, or None if it changes too little."""

@@ -1,7 +1,7 @@
 """Which cost and memory models a run plans with: a fitted file, or priors from the model's sizes on a named GPU."""
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -15,6 +15,7 @@ from adaptiveload.scheduling.cost_file import LAWS, CostFile
 from adaptiveload.scheduling.fit import power_law_of
 from adaptiveload.scheduling.flops import MMDiTDims, ModelDims, WanDims
 from adaptiveload.scheduling.memory import MemoryModel, memory_prior
+from adaptiveload.scheduling.policies import ScheduleConfig
 
 if TYPE_CHECKING:
     from adaptiveload.training.config import RunConfig
@@ -63,13 +64,15 @@ class RunModels:
 
     Attributes:
         cost: Prices micro-batches.
-        memory: Predicts their memory.
+        memory: Predicts their memory; with `schedule.recompute: auto` when all blocks are computed again.
+        kept_memory: The same when none is.
         source: Where they come from, for a reader.
         is_memory_measured: Whether the memory model was fitted; a prior is an estimate.
     """
 
     cost: TwoTermCost | PowerCost
     memory: MemoryModel
+    kept_memory: MemoryModel
     source: str
     is_memory_measured: bool
 
@@ -159,24 +162,53 @@ def build_models(
         ValueError: If the file is unreadable, lacks the law, or was fitted for something else.
     """
     config, recompute, dims = run.cost, run.schedule.recompute, model_dims(run.model)
-    memory = memory_prior(dims, recompute, meet, ranks, trained_share)
+    is_auto = recompute == "auto"
+    memory = memory_prior(dims, "attention" if is_auto else recompute, meet, ranks, trained_share)
+    kept_memory = memory_prior(dims, "none", meet, ranks, trained_share)
     if config.file is None:
         prior = analytic_prior(dims, gpu, recompute)
         limit = run.schedule.memory_limit_tokens or 2 * max(seq_lens)
         cost = prior if config.law == "two_term" else power_law_of(prior, seq_lens, limit)
-        return RunModels(cost, memory, "a prior from FLOPs, not measured", False)
+        return RunModels(cost, memory, kept_memory, "a prior from FLOPs, not measured", False)
     file = CostFile.read(config.file)
     here = provenance(run, gpu, device, meet, ranks)
-    layout = {**here["layout"], "recompute": recompute}  # type: ignore[dict-item]
+    # "auto" adds to what was measured without recompute.
+    layout = {**here["layout"], "recompute": "none" if is_auto else recompute}  # type: ignore[dict-item]
     mismatches = file.mismatches(here["gpu"], here["model"], layout, here["versions"])  # type: ignore[arg-type]
     if mismatches:
         message = f"{config.file} was fitted for something else: {'; '.join(mismatches)}"
         if not config.allow_mismatch:
             raise ValueError(f"{message}. Fit one here (scripts.benchmark_shapes), or set cost.allow_mismatch=true")
         logger.warning("%s; used all the same (cost.allow_mismatch)", message)
-    return RunModels(
-        file.law(config.law),
-        file.memory or memory,
-        f"{config.file}, law {config.law}",
-        file.memory is not None,
-    )
+    if file.memory is not None:
+        if is_auto:
+            kept_memory, memory = file.memory, replace(memory, static_bytes=file.memory.static_bytes)
+        else:
+            memory = file.memory
+    source = f"{config.file}, law {config.law}"
+    return RunModels(file.law(config.law), memory, kept_memory, source, file.memory is not None)
+
+
+def resolve_memory(schedule: ScheduleConfig, models: RunModels, capacity_bytes: int) -> ScheduleConfig:
+    """`schedule` with what its nulls leave to the memory models: the limit, and where recompute begins.
+
+    Raises:
+        ValueError: If weights and states leave no room for tokens.
+    """
+    is_auto = schedule.recompute == "auto"
+    if schedule.memory_limit_tokens is None or (is_auto and None in (schedule.kept_tokens, schedule.most_tokens)):
+        text_tokens = max(models.memory.text_tokens, models.kept_memory.text_tokens if is_auto else 0)
+        schedule = replace(schedule, text_memory_tokens=text_tokens)
+    most = None
+    if is_auto:
+        kept = schedule.kept_tokens
+        if kept is None:
+            kept = models.kept_memory.max_tokens(capacity_bytes)
+        most = schedule.most_tokens
+        if most is None:
+            most = max(models.memory.max_tokens(capacity_bytes), kept + 1)
+        schedule = replace(schedule, kept_tokens=kept, most_tokens=most)
+    if schedule.memory_limit_tokens is None:
+        limit = models.memory.max_tokens(capacity_bytes) if most is None else most
+        schedule = replace(schedule, memory_limit_tokens=limit)
+    return schedule

@@ -88,6 +88,7 @@ def run_micro_batch(
     meet: str,
     is_last: bool,
     recompute: str,
+    permille: int = 1000,
 ) -> torch.Tensor:
     """Forward and backward of one micro-batch of this rank; call it on all ranks as often as the plan says.
 
@@ -98,14 +99,15 @@ def run_micro_batch(
         scale: What the sum of w_i * l_i is multiplied by: R/Z, because FSDP averages over the ranks.
         meet: "slot" or "step".
         is_last: Whether it is this rank's last of the step.
-        recompute: "none" or "full".
+        recompute: "none", "full" or "attention", see the models' forward.
+        permille: Thousandths of the blocks that it is for.
 
     Returns:
         w_i * l_i of each real sample, float32 on the device.
     """
     set_meeting(model, meet=meet, is_last=is_last)
     timer.start_micro_batch()
-    velocity = model(noisy_latents(batch), timesteps(batch), batch, recompute=recompute)
+    velocity = model(noisy_latents(batch), timesteps(batch), batch, recompute=recompute, permille=permille)
     losses = weighted_losses(batch, velocity)
     (losses.sum() * scale).backward()
     return losses.detach()

@@ -83,7 +83,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     saved = read_state(resume_from) if resume_from else None
     schedule: Schedule | StreamSchedule
     if config.data.mode == "stream":
-        schedule, min_drawn = build_stream_schedule(config, ranks.device), _MIN_DRAWN
+        schedule, min_drawn = build_stream_schedule(config, ranks.world_size, ranks.device), _MIN_DRAWN
     else:
         schedule = build_schedule(config, ranks.world_size, ranks.device, saved)
         min_drawn = min(_MIN_DRAWN, len(schedule.train_ids))

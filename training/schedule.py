@@ -11,12 +11,19 @@ from adaptiveload.data.stream import find_shards, peek_normalization, shard_name
 from adaptiveload.models.config import ModelConfig
 from adaptiveload.scheduling.order import EndlessOrder, held_out_mask
 from adaptiveload.scheduling.paper_policies import BucketPolicy
-from adaptiveload.scheduling.policies import Policy, ScheduleConfig, build_policy, resolve_lookahead
+from adaptiveload.scheduling.policies import Policy, ScheduleConfig, build_policy, limit_of, resolve_lookahead
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry
 from adaptiveload.scheduling.updates import CostHistory, ScheduleUpdate
 from adaptiveload.training.config import RunConfig
-from adaptiveload.training.cost import RunModels, build_models, device_memory_bytes, model_dims, resolve_gpu
+from adaptiveload.training.cost import (
+    RunModels,
+    build_models,
+    device_memory_bytes,
+    model_dims,
+    resolve_gpu,
+    resolve_memory,
+)
 from adaptiveload.training.live_step import lay_out_model
 from adaptiveload.training.stream import check_stream_config
 from adaptiveload.training.trained_weights import frozen_identity
@@ -119,12 +126,7 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         seq_lens=np.unique(table.computed_tokens()).tolist(),
         trained_share=trained_share(config),
     )
-    schedule_config = replace(config.schedule, meet=meet)
-    if schedule_config.memory_limit_tokens is None:
-        limit = models.memory.max_tokens(device_memory_bytes(gpu, device))
-        schedule_config = replace(
-            schedule_config, memory_limit_tokens=limit, text_memory_tokens=models.memory.text_tokens
-        )
+    schedule_config = resolve_memory(replace(config.schedule, meet=meet), models, device_memory_bytes(gpu, device))
     order = EndlessOrder(
         train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=corpus.repeats[train_ids]
     )
@@ -162,7 +164,7 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
     return Schedule(corpus, table, train_ids, held_out_ids, order, policy, models, history, meet, identity, resolved)
 
 
-def build_stream_schedule(config: RunConfig, device: torch.device) -> StreamSchedule:
+def build_stream_schedule(config: RunConfig, ranks: int, device: torch.device) -> StreamSchedule:
     """What decides over a run without an index. Raises ValueError for what needs one."""
     check_stream_config(config.data, config.schedule)
     if model_dims(config.model).text_joins:
@@ -180,6 +182,10 @@ def build_stream_schedule(config: RunConfig, device: torch.device) -> StreamSche
     }
     exponent = _STREAM_COST_EXPONENT if config.schedule.cost_exponent is None else config.schedule.cost_exponent
     schedule_config = replace(config.schedule, meet=meet, cost_exponent=exponent)
+    if schedule_config.recompute == "auto":
+        lengths, share = [limit_of(schedule_config)], trained_share(config)
+        models = build_models(config, gpu, device, meet=meet, ranks=ranks, seq_lens=lengths, trained_share=share)
+        schedule_config = resolve_memory(schedule_config, models, device_memory_bytes(gpu, device))
     resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
     return StreamSchedule(meet, identity, resolved)
 

@@ -1,7 +1,7 @@
 """What a run will do, from its plans alone: printed when train.py starts, and by `train.py --dry-run`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,8 @@ import numpy as np
 from adaptiveload.scheduling.balanced import BalancedPolicy, enough_samples_per_step
 from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
 from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.scheduling.policies import limit_of
+from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.training.schedule import Schedule
 
 _NUM_STEPS = 20
@@ -47,6 +49,7 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
             head,
             f"  samples a step      {samples:.1f}, in {np.mean([plan.num_slots for plan in plans]):.1f} slots",
             f"  largest micro-batch {largest} of {schedule.settings.memory_limit_tokens} tokens",
+            *_recompute_lines(schedule, plans),
             f"  load CV             {np.mean([load_cv(plan.costs_us, plan.meet) for plan in plans]):.4f}",
             f"  idle share          {np.mean([idle_share(plan.costs_us, plan.meet) for plan in plans]):.4f}",
             f"  predicted step      {step_s:.3f} s, {tokens / step_s / _NUM_STEPS:,.0f} tokens/s",
@@ -109,6 +112,23 @@ def _bucket_lines(schedule: Schedule) -> Iterator[str]:
         cost = models.cost.micro_batch_us(models.cost.sample_us(np.array([tokens]), np.array([0])))
         gib = models.memory.micro_batch_bytes(tokens, 1) / 2**30
         yield f"{shape!s:>16} {tokens:>8} {count:>8} {count * tokens / total:>14.1%} {cost[0] / 1e3:>14.1f} {gib:>7.2f}"
+
+
+def _recompute_lines(schedule: Schedule, plans: Sequence[StepPlan]) -> Iterator[str]:
+    """How much of the planned tokens' forward runs twice, and from which length of a micro-batch on."""
+    settings = schedule.settings
+    if settings.recompute == "auto":
+        again = sum(int((plan.recomputed * plan.num_tokens).sum()) for plan in plans)
+        share = again / ALL_BLOCKS / max(sum(int(plan.num_tokens.sum()) for plan in plans), 1)
+        yield (
+            f"  recompute           {share:.1%} of the blocks' work: none up to {settings.kept_tokens} tokens, all at "
+            f"{settings.most_tokens}"
+        )
+        if settings.most_tokens is not None and limit_of(settings) > settings.most_tokens:
+            yield (
+                f"  WARNING: schedule.memory_limit_tokens={limit_of(settings)} is above the "
+                f"{settings.most_tokens} tokens that fit by the memory model"
+            )
 
 
 def _plan_lines(costs_us: np.ndarray, num_tokens: np.ndarray, max_ranks: int = 8) -> Iterator[str]:

@@ -33,7 +33,7 @@ from adaptiveload.scheduling.cost import CostModel
 from adaptiveload.scheduling.local import pack_local
 from adaptiveload.scheduling.order import Draws
 from adaptiveload.scheduling.plan import StepPlan
-from adaptiveload.scheduling.policies import ScheduleConfig
+from adaptiveload.scheduling.policies import ScheduleConfig, recompute_of
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.scheduling.updates import CostHistory
@@ -299,7 +299,14 @@ class StreamFeed:
         self.table = SampleTable.from_columns(keys, sources, frames, heights, widths, text_lens, self.geometry)
         config = self.schedule
         costs = CostHistory(self.cost_model)  # nothing is refitted in a stream
-        assembler = StepAssembler(self.table, costs, self.meet, config.recompute, config.loss_weight_exponent)
+        assembler = StepAssembler(
+            self.table,
+            costs,
+            self.meet,
+            recompute_of(config),
+            config.loss_weight_exponent,
+            config.text_memory_tokens,
+        )
         ids = np.arange(len(rows))
         draws = Draws(ids, np.full(len(rows), self._progress.epoch), np.zeros(len(rows), np.int64))
         plan = assembler.assemble(self._step, self._position, draws, slots)

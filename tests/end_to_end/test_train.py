@@ -47,11 +47,12 @@ def one_rank(run_config: Path, output_dir: Path) -> Path:
     return output_dir / "one"
 
 
-@pytest.mark.parametrize(("meet", "recompute"), [("slot", "full"), ("step", "none")])
+@pytest.mark.parametrize(("meet", "recompute"), [("slot", "full"), ("step", "auto")])
 def test_two_ranks_train_the_same_run(
     run_config: Path, output_dir: Path, one_rank: Path, meet: str, recompute: str
 ) -> None:
-    keys = (f"schedule.meet={meet}", f"schedule.recompute={recompute}", "data.num_workers=2")
+    levels = (f"schedule.recompute={recompute}", "schedule.kept_tokens=20", "schedule.most_tokens=200")
+    keys = (f"schedule.meet={meet}", *levels, "data.num_workers=2")
     launch(run_config, f"name=two-{meet}", *keys, ranks=2)
     np.testing.assert_allclose(losses(output_dir / f"two-{meet}"), losses(one_rank), rtol=LOSS_TOLERANCE)
     # The norm is that of the whole gradient, not of a rank's shards (case c57).

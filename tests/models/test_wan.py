@@ -2,11 +2,13 @@
 
 import copy
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptiveload.models import wan
 from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_losses
@@ -33,6 +35,14 @@ def run(model: WanTransformer, samples, **options) -> tuple[torch.Tensor, dict[s
     loss = weighted_losses(batch, model(noisy_latents(batch), timesteps(batch), batch, **options)).sum()
     loss.backward()
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+class CountedOps(TorchDispatchMode, Counter):
+    """How often each operator runs."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
@@ -248,12 +258,27 @@ def test_user_mistakes_are_named(model, config, samples):
         WanConfig(qk_norm="rms_norm")
 
 
-def test_recomputation_gives_the_same_gradients(model, samples):
+@pytest.mark.parametrize(("recompute", "permille"), [("full", 1000), ("attention", 1000), ("attention", 1)])
+def test_recomputation_gives_the_same_gradients(model, samples, recompute, permille):
     loss, grads = run(model, samples)
-    loss_full, grads_full = run(model, samples, recompute="full")
-    assert torch.equal(loss, loss_full)
+    again_loss, again_grads = run(model, samples, recompute=recompute, permille=permille)
+    assert torch.equal(loss, again_loss)
     for name, grad in grads.items():
-        assert torch.equal(grad, grads_full[name]), name  # the same operations on the same numbers
+        assert torch.equal(grad, again_grads[name]), name  # the same operations on the same numbers
+
+
+@pytest.mark.parametrize(("recompute", "permille", "twice"), [("none", 1000, 0), ("full", 501, 2), ("attention", 1, 1)])
+def test_what_is_computed_again_is_as_many_blocks_without_their_attention(model, samples, recompute, permille, twice):
+    """`twice` of two blocks; each has one GELU, and attention calls for each length."""
+    with CountedOps() as once:
+        run(model, samples)
+    with CountedOps() as counted:
+        run(model, samples, recompute=recompute, permille=permille)
+    gelu, attention = "aten.gelu.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert counted[gelu] - once[gelu] == twice
+    in_block = once[attention] // len(model.blocks)
+    assert in_block > 0
+    assert counted[attention] - once[attention] == (twice * in_block if recompute == "full" else 0)
 
 
 def test_recomputation_keeps_less(model, samples):
@@ -271,7 +296,7 @@ def test_recomputation_keeps_less(model, samples):
         del velocity
         return sum(storages.values())
 
-    assert saved_bytes("full") < 0.5 * saved_bytes("none")
+    assert saved_bytes("full") == saved_bytes("attention") < 0.5 * saved_bytes("none")  # beside attention outputs
 
 
 def test_gradient_does_not_depend_on_the_partition(model, samples):
@@ -381,7 +406,7 @@ def test_initialisation_after_meta_construction_is_complete(config):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "full", "attention"])
 def test_bf16_on_cuda_agrees_with_fp32_on_the_cpu(model, samples, recompute):
     """Forward and gradients, on the attention kernels that training uses."""
     loss, grads = run(model, samples)

@@ -132,11 +132,11 @@ def test_plan_arrays_agree_with_the_slots():
         plan = mixed_policy(3000, meet, recompute="full", loss_weight_exponent=0.5).plan(2)
         tokens = table.num_tokens[plan.sample_ids]
         assert plan.costs_us.shape == plan.num_tokens.shape == (plan.num_slots, RANKS)
-        assert plan.recompute == ("full",) * plan.num_slots
+        assert plan.recompute == "full"
         for g, slot in enumerate(plan.slots):
             for rank, bin_ in enumerate(slot):
                 if bin_ is None:
-                    assert plan.costs_us[g, rank] == plan.num_tokens[g, rank] == 0
+                    assert plan.costs_us[g, rank] == plan.num_tokens[g, rank] == plan.recomputed[g, rank] == 0
                     continue
                 members = list(bin_)
                 assert plan.num_tokens[g, rank] == tokens[members].sum()
@@ -155,7 +155,8 @@ def test_digest_changes_with_what_is_computed():
         {"slots": swapped},
         {"sample_ids": plan.sample_ids + 1},
         {"normalizer": 1.0},
-        {"recompute": ("full",) * plan.num_slots},
+        {"recompute": "full"},
+        {"recomputed": plan.recomputed + 1},
         {"meet": "step"},
         {"weights": plan.weights * 2},
     ):

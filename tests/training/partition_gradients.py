@@ -80,7 +80,8 @@ def main(config_path: str, output: str) -> None:
                 plan,
                 slots=slots,
                 meet=meet,
-                recompute=("none",) * len(slots),
+                recompute="none",
+                recomputed=np.zeros((len(slots), len(slots[0])), np.int64),
                 costs_us=np.ones(shape, np.int64),
                 num_tokens=np.ones(shape, np.int64),
             )

@@ -29,7 +29,8 @@ PLAN = StepPlan(
     slots=(((0,), (1,)), ((2,), ())),
     costs_us=np.array([[100, 300], [200, 200]]),
     num_tokens=np.array([[4, 16], [8, 0]]),
-    recompute=("none", "none"),
+    recompute="none",
+    recomputed=np.zeros((2, 2), np.int64),
     normalizer=3.0,
     meet="slot",
 )
