@@ -9,8 +9,10 @@ Legend: `B` samples of one length, `S` tokens of one sample, `N` = sum of S, `H`
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby
@@ -209,7 +211,8 @@ def packed_attention(
     # split, not slices: the backward of each slice would zero-fill a gradient of all N tokens.
     queries = query.split([batch.num_queries for batch in batches])
     keys, values = (tensor.split([batch.num_keys for batch in batches]) for tensor in (key, value))
-    with sdpa_kernel(CUDA_BACKENDS, set_priority=True) if query.is_cuda else nullcontext():
+    backends = sdpa_kernel(CUDA_BACKENDS, set_priority=True) if query.is_cuda else nullcontext()
+    with backends, _CONTEXT_OF_CALL.get()():
         outputs = [_attention(*call) for call in zip(batches, queries, keys, values, strict=True)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -226,6 +229,9 @@ def _attention(
     return output.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
+# What a call of `packed_attention` runs in while a checkpointed block runs, see `keep_attention`.
+_CONTEXT_OF_CALL: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("context", default=nullcontext)
+
 # The kernels behind `packed_attention`, of which the last is the CPU's. Where none fits (float64), attention is made of
 # plain products, and nothing of it is kept.
 _KERNELS = (
@@ -237,9 +243,27 @@ _KERNELS = (
 )
 
 
-def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a checkpointed forward and of its recomputation: attention outputs are kept, and taken from there.
 
     They are two bytes a number beside the products that give them, of which attention's grow with the square of S.
+    PyTorch's own contexts look at every operator, from Python; around a whole block they took longer than the block, so
+    each runs around one call of `packed_attention`.
     """
-    return create_selective_checkpoint_contexts(list(_KERNELS))
+    to_come: deque[AbstractContextManager[Any]] = deque()
+
+    def keep() -> AbstractContextManager[Any]:
+        keeping, taking = create_selective_checkpoint_contexts(list(_KERNELS))
+        to_come.append(taking)
+        return keeping
+
+    return _around_calls(keep), _around_calls(to_come.popleft)
+
+
+@contextmanager
+def _around_calls(make_context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    token = _CONTEXT_OF_CALL.set(make_context)
+    try:
+        yield
+    finally:
+        _CONTEXT_OF_CALL.reset(token)

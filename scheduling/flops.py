@@ -129,8 +129,8 @@ class WanDims(ModelDims):
 
     @property
     def text_bytes(self) -> int:
-        """The rows, embedded, and a block's keys and values."""
-        return self.text_len * 2 * (self.text_dim + 4 * self.hidden_size)
+        """A block's keys, as they are and normalised, and values; the embedded rows serve all blocks."""
+        return self.text_len * 2 * 3 * self.hidden_size
 
     def forward_flops(self, num_tokens: int, text_len: int) -> int:
         """See `ModelDims`; `text_len` changes nothing, because every text is padded."""
