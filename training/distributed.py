@@ -218,14 +218,19 @@ def set_meeting(model: nn.Module, *, meet: str, is_last: bool) -> None:
     """Prepare the next micro-batch's collectives.
 
     meet="slot": every unit gathers and reduces in every micro-batch (FSDP2's default).
-    meet="step": units stay unsharded over the step and only the last micro-batch reduces, so that ranks wait for
-    each other in the first and the last micro-batch alone and may even run different numbers of them.
+    meet="step": units stay unsharded over the step and only the last micro-batch reduces, so that ranks may even run
+    different numbers of micro-batches. All gathers are begun at once: gathered block by block, the ranks' first
+    micro-batches would wait for each other in every block. So ranks meet at the start and in the last backward.
     """
     assert isinstance(model, FSDPModule)
     whole_step = meet == "step"
     model.set_reshard_after_forward(not whole_step)
     model.set_reshard_after_backward(not whole_step or is_last)
     model.set_requires_gradient_sync(not whole_step or is_last)
+    if whole_step:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)  # nothing to do from the second micro-batch on
 
 
 def reshard(model: nn.Module) -> None:
