@@ -14,6 +14,15 @@ from adaptiveload.training.distributed import Ranks
 
 # Dense bf16 peak in FLOP/s, from the vendor's data sheets; mfu is only reported for these.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+# Beginnings of the keys whose figures do not depend on how long anything took.
+_UNTIMED = (
+    "train/",
+    "batch/",
+    "imbalance/load_cv",
+    "imbalance/idle_share_planned",
+    "perf/memory_peak_gib",
+    "perf/num_compiled",
+)
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,11 @@ def step_metrics(
         metrics[f"rank/{rank:03d}/busy_s"] = float(busy_s)
         metrics[f"rank/{rank:03d}/step_s"] = float(wall_s)
     return metrics
+
+
+def untimed(metrics: dict[str, float]) -> dict[str, float]:
+    """Those of `metrics` that do not depend on how long anything took: what a step under the profiler can tell."""
+    return {key: value for key, value in metrics.items() if key.startswith(_UNTIMED)}
 
 
 def cost_error(plan: StepPlan, busy_s: np.ndarray) -> float:

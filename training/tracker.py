@@ -28,10 +28,10 @@ _MOST_WAITING = 1000
 
 @dataclass
 class TrackingConfig:
-    """Where figures go besides the run's own files.
+    """Where figures go besides `metrics.jsonl`, which always has them.
 
     Attributes:
-        trackers: Any of wandb and tensorboard; TensorBoard's files are in `RUN/tensorboard`.
+        trackers: Any of "wandb" and "tensorboard" (`pip install tensorboard`), whose files are in `RUN/tensorboard`.
         wandb: "auto" is online with a key and offline without; or online, offline, disabled.
         project: wandb project.
         init_timeout_s: Longest wait for the wandb service at the start.
