@@ -154,10 +154,14 @@ def write_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[
         if measured.compile_s:
             so_far = f"{run.timer.compile_watch.count} compilations on rank 0 so far"
             run.tracker.message(f"step {plan.step}: torch.compile took {measured.compile_s:.1f} s, {so_far}")
-    is_profiled = run.profiler.is_on(plan.step)
-    run.tracker.log(plan.step, (untimed(metrics) if is_profiled else metrics) | extra)
-    if not is_profiled and plan.step % run.config.tracking.schedule_every_steps == 0:
+    if run.profiler.is_on(plan.step):
+        run.tracker.log(plan.step, untimed(metrics) | extra)
+        return
+    run.tracker.log(plan.step, metrics | extra)
+    if plan.step % run.config.tracking.schedule_every_steps == 0:
         run.tracker.log_schedule(schedule_record(plan, measured, table))
+    if named := run.straggler_watch.after_step({"step": plan.step, **metrics}, plan.costs_us):
+        run.tracker.message(f"step {plan.step}: {named}")
 
 
 def adapt(run: Run, plan: StepPlan, measured: StepMeasurement) -> None:

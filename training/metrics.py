@@ -122,9 +122,9 @@ def step_metrics(
         pairs = zip(table.num_tokens[plan.sample_ids], table.text_len[plan.sample_ids], strict=True)
         flops = sum(dims.train_flops(int(tokens), int(text)) for tokens, text in pairs)
         metrics["perf/mfu"] = flops / step_s / len(measured.step_s) / peak
-    for rank, (busy_s, wall_s) in enumerate(zip(busy_by_rank, measured.step_s, strict=True)):
-        metrics[f"rank/{rank:03d}/busy_s"] = float(busy_s)
-        metrics[f"rank/{rank:03d}/step_s"] = float(wall_s)
+    for rank, seconds in enumerate(zip(busy_by_rank, measured.data_wait_s, measured.step_s, strict=True)):
+        for name, value in zip(("busy_s", "data_wait_s", "step_s"), seconds, strict=True):
+            metrics[f"rank/{rank:03d}/{name}"] = float(value)
     return metrics
 
 

@@ -33,6 +33,7 @@ from adaptiveload.training.schedule import (
 )
 from adaptiveload.training.step_guard import StepGuard
 from adaptiveload.training.step_timer import StepTimer
+from adaptiveload.training.stragglers import StragglerWatch
 from adaptiveload.training.stream import StreamFeed
 from adaptiveload.training.tracker import Tracker
 from adaptiveload.training.workers import TAKEN_OVER
@@ -61,6 +62,7 @@ class Run:
     guard: StepGuard
     tracker: Tracker | None
     profiler: Profiler
+    straggler_watch: StragglerWatch
     first_step: int
 
     def saved_state(self, plan: StepPlan) -> dict[str, object]:
@@ -139,6 +141,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         ledger=ledger,
         guard=StepGuard(config.run_dir, ranks, config.optimizer.max_skipped_in_a_row, *skipped),
         tracker=tracker,
+        straggler_watch=StragglerWatch(),
         profiler=Profiler(config.profile, ranks, config.run_dir, timer, tracker.message if tracker else print),
         first_step=first_step,
     )
