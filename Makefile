@@ -36,8 +36,8 @@ report: env
 	$(BIN)/python -m scripts.report --run $(RUN)
 
 test: env lint
-	# Two at a time, file by file: launches of two ranks spend most of their time on one core, importing.
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not stress"
+	# Two at a time, file by file, in the order of tests/conftest.py and not by the number of a file's tests.
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not stress"
 
 stress: env
 	$(BIN)/python -m pytest -m stress

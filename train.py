@@ -27,6 +27,7 @@ from adaptiveload.training.metrics import (
     gather_measurements,
     schedule_record,
     step_metrics,
+    untimed,
 )
 from adaptiveload.training.optimizer import learning_rate
 from adaptiveload.training.previews import Previews
@@ -46,6 +47,7 @@ def train(run: Run, stop: StopSignals) -> bool:
     """
     config = run.config
     for step in range(run.first_step, config.max_steps):
+        run.profiler.before_step(step)
         started, waited = time.perf_counter(), run.feed.wait_s
         plan, micro_batches = run.feed.next_step()
         check_agreement(run.ranks, plan)
@@ -71,6 +73,7 @@ def train(run: Run, stop: StopSignals) -> bool:
             stop_signal=stop.received,
         )
         measured = gather_measurements(run.ranks, plan, mine)
+        run.profiler.after_step(step, busy_s)
         gradient = {f"train/grad_norm_{name}": norm for name, norm in group_norms.items()}
         gradient |= {"train/grad_norm": grad_norm, "train/lr": lr, "train/num_skipped": run.guard.total}
         log_step(run, plan, measured, gradient, skipped)
@@ -151,16 +154,22 @@ def write_step(run: Run, plan: StepPlan, measured: StepMeasurement, extra: dict[
         if measured.compile_s:
             so_far = f"{run.timer.compile_watch.count} compilations on rank 0 so far"
             run.tracker.message(f"step {plan.step}: torch.compile took {measured.compile_s:.1f} s, {so_far}")
+    if run.profiler.is_on(plan.step):
+        run.tracker.log(plan.step, untimed(metrics) | extra)
+        return
     run.tracker.log(plan.step, metrics | extra)
     if plan.step % run.config.tracking.schedule_every_steps == 0:
         run.tracker.log_schedule(schedule_record(plan, measured, table))
+    if named := run.straggler_watch.after_step({"step": plan.step, **metrics}, plan.costs_us):
+        run.tracker.message(f"step {plan.step}: {named}")
 
 
 def adapt(run: Run, plan: StepPlan, measured: StepMeasurement) -> None:
     """Let what was measured reprice later steps, and say so. Collective; a stream is not planned ahead."""
     if run.adaptation is None:
         return
-    for line in run.adaptation.after_step(plan, measured.busy_s):
+    busy_s = None if run.profiler.is_on(plan.step) else measured.busy_s
+    for line in run.adaptation.after_step(plan, busy_s):
         if run.tracker is not None:
             run.tracker.message(f"step {plan.step + 1}: {line}")
 
@@ -246,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
     finally:
         run.feed.close()
+        run.profiler.close()
         if run.tracker is not None:
             run.tracker.close()
     finish_ranks(ranks, 0 if is_done else STOPPED_EXIT_CODE)

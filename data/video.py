@@ -4,7 +4,6 @@ import os
 from fractions import Fraction
 from pathlib import Path
 
-import av
 import numpy as np
 
 
@@ -20,6 +19,8 @@ def write_mp4(path: str | Path, frames: np.ndarray, fps: float, crf: int = 18) -
     Raises:
         ValueError: If `frames` has another type, an odd side, or no frame.
     """
+    import av  # a run without previews needs no codecs
+
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
         raise ValueError(f"frames must be uint8 [F, H, W, 3], got {frames.dtype} {list(frames.shape)}")
     height, width = frames.shape[1:3]

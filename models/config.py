@@ -27,9 +27,9 @@ class ModelConfig:
         eps: Of all norms.
         residual_fp32: Keep the residual stream in float32 (as Wan was trained), or in the dtype of the weights.
         spatial_stride: Pixels in one latent row or column of the VAE: 8, and 16 for Wan 2.2 TI2V's.
-        pretrained: Folder of weights to start from, see `models/pretrained.py`; None draws new ones.
-        trainable: Patterns of the parameters and modules that are trained, see `models/frozen.py`; None trains all, or
-            with adapters none but these.
+        pretrained: Folder of weights to start from, diffusers' or Wan's own; None draws new ones.
+        trainable: Patterns of the parameters and modules that are trained, by their names in diffusers, such as
+            `[blocks.*.attn1, "*.bias"]`; None trains all, or with `lora.rank` the adapters alone.
         frozen: Patterns of those that are not trained after all.
     """
 

@@ -52,8 +52,9 @@ class FlowMatchingConfig:
         shift_rule: "tokens": the shift grows with sqrt(tokens) and is never below 1; "constant": `shift` for all.
         shift: Shift of sigma, for a sample of `shift_tokens` tokens.
         shift_tokens: Tokens at which `shift` holds. The defaults give Wan's own 3 at 81x480x832 and 4.6 at 81x720x1280.
-        loss_weighting: Factor of a sample's loss by its sigma: "none", "cosmap" or "bell", see `LOSS_WEIGHTINGS`. Z
-            does not know of it. Held-out loss goes without.
+        loss_weighting: Factor of a sample's loss by its sigma: "none", "cosmap" (SD3: twice as much at .5 as at either
+            end) or "bell" (DiffSynth-Studio's for Wan: nothing at either end). Z does not know of it; held-out loss
+            goes without.
         text_dropout: Share of samples that are trained with the null text, for classifier-free guidance.
         clean_first_frame: Share of clips whose first latent frame is given and not predicted: image-to-video, as
             Wan 2.2 TI2V is used. It needs no new weights.

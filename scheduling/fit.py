@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import least_squares, nnls
 
 from adaptiveload.scheduling.cost import CostModel, PowerCost, TwoTermCost
 from adaptiveload.scheduling.memory import MemoryModel
@@ -195,6 +194,8 @@ def fit_power(points: Points) -> PowerFit:
 
 
 def _fit_power(points: Points) -> PowerFit:
+    from scipy.optimize import least_squares  # 0.3 s to import, and few runs fit
+
     batch, times = points.batch_size.astype(np.float64), points.seconds
     middle = float(np.exp(np.mean(np.log(points.seq_len))))
     ratio = points.seq_len / middle
@@ -343,6 +344,8 @@ def relative_nnls(columns: FloatArray, values: FloatArray, weights: FloatArray |
         values: float64 [n], positive.
         weights: float64 [n], how many rows each row counts for; None is 1.
     """
+    from scipy.optimize import nnls  # 0.3 s to import, and few runs fit
+
     given = np.ones(len(values)) if weights is None else np.sqrt(weights)
     rows = columns / values[:, None]
     scale = np.maximum(rows.max(axis=0), 1e-300)

@@ -42,9 +42,11 @@ class ScheduleConfig:
         slots_per_step: Micro-batches per rank and step of the paper's policies.
         cost_exponent: The paper's p, for `dual_constraint`; None takes that of the cost model.
         compute_limit_factor: f in compute_limit = f * S_max ** p; None takes the f of the highest simulated tokens/s.
-        lookahead: Samples of one length that `balanced` looks ahead for, to draw them together (see `CohortOrder`); 1
-            draws as shuffled, "auto" decides when a run starts (see `resolve_lookahead`).
-        rank_speed: "auto" gives less work to a rank that is persistently slow, "off" the same to all.
+        lookahead: Samples of one length that `balanced` looks ahead for, to draw them together; 1 draws as shuffled,
+            "auto" takes one for each rank when a run starts, where windows as they come leave ranks waiting. It stays
+            with the run.
+        rank_speed: "auto" gives less work to a rank that is persistently slow (`balanced` alone), "off" as much to
+            all.
         slot_overhead_us: Microseconds that one more slot costs; None takes the cost model's fixed part.
         order_block_size: Consecutive samples of the index that stay near each other in the shuffle.
         seed: Seed of the order.

@@ -28,7 +28,7 @@ from adaptiveload.training.figures import (
     shape_mix_figure,
 )
 from adaptiveload.training.schedule import build_schedule, model_geometry
-from adaptiveload.training.stragglers import busy_by_rank, straggler_line
+from adaptiveload.training.stragglers import seconds_by_rank, straggler_line
 
 _STYLE = """
 body { font-family: system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -71,7 +71,7 @@ def write_report(run_dir: Path, num_steps: int) -> Path:
         f"<p class=straggler>{html.escape(straggler_line(steps, records))}</p>",
         _figures_table(metrics, steps),
         "<h2>Busy seconds of each rank</h2>",
-        _image(busy_figure([row["step"] for row in steps], busy_by_rank(steps))),
+        _image(busy_figure([row["step"] for row in steps], seconds_by_rank(steps))),
         "<h2>What each rank did</h2>",
         _image(schedule_figure(shown)),
         "<h2>Planned and measured imbalance</h2>",

@@ -1,19 +1,33 @@
 """A small real dataset and a tiny run configuration, shared by the tests of training and of the command line."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
 from adaptiveload.data.latent_codecs import DctCodec
 from adaptiveload.data.shard_writer import DatasetWriter
 from adaptiveload.data.text import HashTextEncoder
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+from adaptiveload.training.distributed import Ranks
 
 ROOT = Path(__file__).parent.parent
 SHAPES = (Shape(1, 32, 32), Shape(1, 32, 48), Shape(5, 32, 32), Shape(9, 48, 32), Shape(5, 64, 64), Shape(13, 64, 64))
 NUM_SAMPLES, NUM_SOURCES = 60, 15
+
+
+# What launches ranks or compiles for minutes goes first, so that both workers of `make test` end together.
+LONG_FIRST = ("end_to_end", "kernels", "training", "data")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In order of `LONG_FIRST`, else as collected."""
+    folders = {folder: place for place, folder in enumerate(LONG_FIRST)}
+    items.sort(key=lambda item: folders.get(item.path.parent.name, len(folders)))
 
 
 def write_dataset(root: Path) -> Path:
@@ -29,6 +43,14 @@ def write_dataset(root: Path) -> Path:
         writer.write(f"sample{i:03d}", f"clip{i % NUM_SOURCES}", latents.astype(np.float16), f"clip number {i}", meta)
     writer.finish()
     return root
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """This process as the only rank, for what needs no launch."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Ranks(0, 1, torch.device("cpu"), dist.new_group(backend="gloo"))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from adaptiveload.models.architectures import CONFIGS
 from adaptiveload.training.config import RunConfig
+from scripts import config_reference
 from tests.training.test_metrics import MEASURED, PLAN, TABLE
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,10 @@ def test_configuration_page_has_every_key_and_no_other() -> None:
     documented = re.findall(r"^\| `([a-z0-9_.]+)` \|", page, flags=re.MULTILINE)
     assert len(documented) == len(set(documented))
     assert set(documented) == {key for model in CONFIGS.values() for key in keys_of(RunConfig(model=model()))}
+
+
+def test_configuration_page_is_what_the_code_says() -> None:
+    assert config_reference.PAGE.read_text() == config_reference.render(), "run python -m scripts.config_reference"
 
 
 def test_metrics_page_has_every_figure() -> None:

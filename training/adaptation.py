@@ -58,15 +58,19 @@ class Adaptation:
         """Whether slow ranks get less work; the paper's policies deal samples without regard to ranks."""
         return self.schedule.settings.rank_speed == "auto" and isinstance(self.schedule.policy, BalancedPolicy)
 
-    def after_step(self, plan: StepPlan, busy_s: np.ndarray) -> list[str]:
+    def after_step(self, plan: StepPlan, busy_s: np.ndarray | None) -> list[str]:
         """Take in a step's busy seconds, [G, R] and equal on all ranks; refit if it is time to. Collective.
+
+        Args:
+            plan: Of the step.
+            busy_s: None if it was measured under a profiler and tells nothing.
 
         Returns:
             Lines for the log: what changes, from which step on.
         """
         if not (self.config.adaptive or self.adapts_speed):
             return []
-        if self.ranks.is_main:
+        if self.ranks.is_main and busy_s is not None:
             self._observe(plan, busy_s)
         if (plan.step + 1) % self.config.refit_every_steps:
             return []

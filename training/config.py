@@ -26,6 +26,7 @@ from adaptiveload.training.evaluation import EvaluationConfig
 from adaptiveload.training.feed import DataConfig
 from adaptiveload.training.optimizer import OptimizerConfig
 from adaptiveload.training.previews import PreviewConfig
+from adaptiveload.training.profiling import ProfileConfig
 from adaptiveload.training.tracker import TrackingConfig
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
@@ -37,10 +38,12 @@ class RunConfig:
 
     Attributes:
         name: The run's folder is `output_dir/name`.
+        output_dir: Folder of all runs.
         seed: Of the initial weights, the data order, noise, timesteps and caption dropout.
         max_steps: Optimizer steps.
         precision: "bf16" computes matmuls and attention in bf16 over fp32 master weights; "fp32" computes all in fp32.
-        compile: Run the blocks through torch.compile in training.
+        compile: Run the blocks through `torch.compile` in training, attention apart. One compilation serves all shapes;
+            a handful of variants follow in the first steps, and their seconds are in no figure but `perf/compile_s`.
     """
 
     name: str = "run"
@@ -61,6 +64,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     previews: PreviewConfig = field(default_factory=PreviewConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def run_dir(self) -> Path:
@@ -101,6 +105,7 @@ class RunConfig:
             self.checkpoint,
             self.evaluation,
             self.tracking,
+            self.profile,
         ):
             part.check()
         if self.model.pretrained is None and self.has_frozen_parts:

@@ -11,7 +11,11 @@ from torch.distributed.tensor import DTensor
 
 @dataclass
 class EmaConfig:
-    """`decay` is the limit; early on the average follows faster, min(decay, (1+n)/(10+n)) at step n."""
+    """The average of the weights that held-out loss, samples and exports use.
+
+    Attributes:
+        decay: Limit of the decay; early on the average follows faster, min(decay, (1+n)/(10+n)) at step n.
+    """
 
     decay: float = 0.9999
 

@@ -25,7 +25,7 @@ NUM_SIGMA_BINS = 10
 
 @dataclass
 class EvaluationConfig:
-    """Held-out loss.
+    """Held-out loss of the averaged weights.
 
     Attributes:
         every_steps: Steps between evaluations; the last step is always followed by one.

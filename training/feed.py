@@ -33,9 +33,9 @@ class DataConfig:
     """`path` is a folder or URL written by scripts.prepare or indexed by scripts.index_shards.
 
     Attributes:
-        mode: "index" plans over the whole dataset; "stream" reads shards without an index, see `stream.py`.
+        mode: "index" plans over the whole dataset; "stream" reads shards without an index.
         path: The dataset; not looked at where `sources` are given. A stream also takes `shards-{000..999}.tar`.
-        sources: Several datasets to mix, see `SourceConfig`.
+        sources: Several datasets to mix; an entry has the keys of `SourceConfig`.
         held_out_share: Share of the source files kept out of training, chosen by hash of the source.
         num_workers: DataLoader processes a rank; 0 reads in the training process. Steps do not depend on it.
         prefetch_mib: Memory that micro-batches ahead may take on a rank; each worker has at least one, and three have

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.profiler import record_function
 
 from adaptiveload.models.architectures import VideoTransformer, new_transformer
 from adaptiveload.models.flow_matching import noisy_latents, timesteps, weighted_losses
@@ -106,8 +107,8 @@ def run_micro_batch(
         w_i * l_i of each real sample, float32 on the device.
     """
     set_meeting(model, meet=meet, is_last=is_last)
-    timer.start_micro_batch()
-    velocity = model(noisy_latents(batch), timesteps(batch), batch, recompute=recompute, permille=permille)
-    losses = weighted_losses(batch, velocity)
-    (losses.sum() * scale).backward()
+    with record_function(f"micro_batch {timer.start_micro_batch()}"):
+        velocity = model(noisy_latents(batch), timesteps(batch), batch, recompute=recompute, permille=permille)
+        losses = weighted_losses(batch, velocity)
+        (losses.sum() * scale).backward()
     return losses.detach()

@@ -14,6 +14,15 @@ from adaptiveload.training.distributed import Ranks
 
 # Dense bf16 peak in FLOP/s, from the vendor's data sheets; mfu is only reported for these.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+# Beginnings of the keys whose figures do not depend on how long anything took.
+_UNTIMED = (
+    "train/",
+    "batch/",
+    "imbalance/load_cv",
+    "imbalance/idle_share_planned",
+    "perf/memory_peak_gib",
+    "perf/num_compiled",
+)
 
 
 @dataclass(frozen=True)
@@ -113,10 +122,15 @@ def step_metrics(
         pairs = zip(table.num_tokens[plan.sample_ids], table.text_len[plan.sample_ids], strict=True)
         flops = sum(dims.train_flops(int(tokens), int(text)) for tokens, text in pairs)
         metrics["perf/mfu"] = flops / step_s / len(measured.step_s) / peak
-    for rank, (busy_s, wall_s) in enumerate(zip(busy_by_rank, measured.step_s, strict=True)):
-        metrics[f"rank/{rank:03d}/busy_s"] = float(busy_s)
-        metrics[f"rank/{rank:03d}/step_s"] = float(wall_s)
+    for rank, seconds in enumerate(zip(busy_by_rank, measured.data_wait_s, measured.step_s, strict=True)):
+        for name, value in zip(("busy_s", "data_wait_s", "step_s"), seconds, strict=True):
+            metrics[f"rank/{rank:03d}/{name}"] = float(value)
     return metrics
+
+
+def untimed(metrics: dict[str, float]) -> dict[str, float]:
+    """Those of `metrics` that do not depend on how long anything took: what a step under the profiler can tell."""
+    return {key: value for key, value in metrics.items() if key.startswith(_UNTIMED)}
 
 
 def cost_error(plan: StepPlan, busy_s: np.ndarray) -> float:

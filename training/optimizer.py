@@ -12,10 +12,17 @@ _NO_DECAY_PARTS = ("modulation", "patch_embedding", "time_embedder", "time_proj"
 
 @dataclass
 class OptimizerConfig:
-    """AdamW. `lr` 1e-4 suits training from scratch and adapters, 1e-5 fine-tuning of all weights.
+    """AdamW.
 
     Attributes:
-        max_skipped_in_a_row: Steps in a row that may be skipped because their loss or gradient is not finite.
+        lr: Learning rate after warm-up: 1e-4 suits training from scratch and adapters, 1e-5 fine-tuning of all weights.
+        beta1, beta2: Decay of the averages of gradients and of their squares.
+        eps: Added to the root of the latter.
+        weight_decay: On matrices; norms, biases, modulation tables and the first layers are spared.
+        warmup_steps: Steps of linear warm-up; constant afterwards.
+        max_grad_norm: The whole gradient is clipped to this norm once a step.
+        max_skipped_in_a_row: A step whose loss or gradient is not finite is skipped on all ranks; the run stops after
+            more than this many in a row.
     """
 
     lr: float = 1e-4

@@ -15,14 +15,14 @@ from adaptiveload.training.samples import choose_samples, make_samples, open_cod
 
 @dataclass
 class PreviewConfig:
-    """Samples in RUN/previews, of the longest clips' captions: training and held-out ones by turns.
+    """Samples in `RUN/previews` and in wandb, of the longest clips' captions: training and held-out ones by turns.
 
     Attributes:
         every_steps: Steps between previews; 0 makes none. The last step is always followed by one.
         num_samples: Samples of each; a rank makes several or none where they do not divide.
         steps: Model evaluations per sample.
         guidance: Guidance scale; 1 is none.
-        scheduler: "unipc" or "euler".
+        scheduler: Solver: "unipc" or "euler".
         vae_dir: Folder of the VAE that decodes; `dct` latents need none.
     """
 

@@ -21,6 +21,7 @@ from adaptiveload.training.handover import warn_of_little_room
 from adaptiveload.training.ledger import Ledger
 from adaptiveload.training.live_step import build_model
 from adaptiveload.training.previews import Previews
+from adaptiveload.training.profiling import Profiler
 from adaptiveload.training.schedule import (
     Schedule,
     StreamSchedule,
@@ -32,6 +33,7 @@ from adaptiveload.training.schedule import (
 )
 from adaptiveload.training.step_guard import StepGuard
 from adaptiveload.training.step_timer import StepTimer
+from adaptiveload.training.stragglers import StragglerWatch
 from adaptiveload.training.stream import StreamFeed
 from adaptiveload.training.tracker import Tracker
 from adaptiveload.training.workers import TAKEN_OVER
@@ -59,6 +61,8 @@ class Run:
     ledger: Ledger
     guard: StepGuard
     tracker: Tracker | None
+    profiler: Profiler
+    straggler_watch: StragglerWatch
     first_step: int
 
     def saved_state(self, plan: StepPlan) -> dict[str, object]:
@@ -120,6 +124,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         adaptation = Adaptation(config.cost, schedule, schedule.models.cost, ranks, feed.plans_ahead)
         if saved is not None and "adaptation" in saved:
             adaptation.load(saved["adaptation"])  # type: ignore[arg-type]
+    tracker = Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps) if ranks.is_main else None
     return Run(
         config=config,
         ranks=ranks,
@@ -135,9 +140,9 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         adaptation=adaptation,
         ledger=ledger,
         guard=StepGuard(config.run_dir, ranks, config.optimizer.max_skipped_in_a_row, *skipped),
-        tracker=Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps)
-        if ranks.is_main
-        else None,
+        tracker=tracker,
+        straggler_watch=StragglerWatch(),
+        profiler=Profiler(config.profile, ranks, config.run_dir, timer, tracker.message if tracker else print),
         first_step=first_step,
     )
 

@@ -15,7 +15,6 @@ from PIL import Image
 from adaptiveload.data.corpus import Corpus
 from adaptiveload.data.index import DatasetInfo
 from adaptiveload.data.latent_codecs import DctCodec, LatentCodec
-from adaptiveload.data.media import crop_resize
 from adaptiveload.data.reader import SampleError
 from adaptiveload.data.text import HashTextEncoder, TextEncoder
 from adaptiveload.data.video import write_mp4
@@ -197,6 +196,8 @@ def open_text_encoder(name: str, folder: Path | None, device: torch.device) -> T
 
 def fit_picture(picture: np.ndarray, shape: Shape) -> np.ndarray:
     """The middle of uint8 [H, W, 3], cut and scaled to one frame of `shape`: uint8 [1, height, width, 3]."""
+    from adaptiveload.data.media import crop_resize  # brings FFmpeg, which a run without such a picture does not need
+
     rows, columns = picture.shape[:2]
     scale = min(rows / shape.height, columns / shape.width)
     height, width = shape.height * scale, shape.width * scale

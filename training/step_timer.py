@@ -12,20 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from adaptiveload.training.compile_watch import CompileWatch
 
 
 class StepTimer:
-    """Times the blocks of a sharded model. Call `attach` after sharding, `start_micro_batch` before each forward."""
+    """Times the blocks of a sharded model. Call `attach` after sharding, `start_micro_batch` before each forward.
+
+    Attributes:
+        is_traced: Whether spans are marked as `busy` for a profiler that runs.
+    """
 
     def __init__(self, device: torch.device, compile_watch: CompileWatch | None = None) -> None:
         self.on_gpu = device.type == "cuda"
         self.compile_watch = compile_watch
+        self.is_traced = False
         self._spans: list[list[tuple[Any, Any]]] = []
         self._compiled_s: list[float] = []  # before each micro-batch, since the process began
         self._open: Any = None
+        self._mark: record_function | None = None
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
         """Put the marks on `blocks`; they must be sharded already, so that the marks lie inside FSDP's hooks."""
@@ -41,10 +48,11 @@ class StepTimer:
         """Forget the spans of the last step."""
         self._spans, self._compiled_s = [], []
 
-    def start_micro_batch(self) -> None:
-        """Spans from here on belong to a new micro-batch."""
+    def start_micro_batch(self) -> int:
+        """Spans from here on belong to a new micro-batch, whose number in the step is returned."""
         self._spans.append([])
         self._compiled_s.append(self._compile_s())
+        return len(self._spans) - 1
 
     def busy_s(self) -> list[float]:
         """Busy seconds of each micro-batch of the step; on a GPU only once its backward passes are known to be done.
@@ -68,6 +76,10 @@ class StepTimer:
 
     def begin(self) -> None:
         """A block's work begins."""
+        self._end_mark()
+        if self.is_traced:
+            self._mark = record_function("busy")
+            self._mark.__enter__()
         self._open = self._now()
 
     def end(self) -> None:
@@ -75,6 +87,12 @@ class StepTimer:
         if self._spans and self._open is not None:
             self._spans[-1].append((self._open, self._now()))
         self._open = None
+        self._end_mark()
+
+    def _end_mark(self) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
 
     def _now(self) -> Any:
         if not self.on_gpu:

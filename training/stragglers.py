@@ -1,29 +1,32 @@
-"""Which rank holds the others back, told from busy seconds of the last steps, and whether it is always the same."""
+"""Which rank holds the others back over the last steps, whether always the same, and by its work or its data."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import binom
 
-# Busy seconds are known to a few per cent; a rank that stands out by less costs less than a look at it.
+# Seconds of a rank are known to a few per cent; a rank that stands out by less costs less than a look at it.
 MIN_EXCESS = 0.02
 # How often chance alone may make ranks that are all alike look like one slow rank.
 FALSE_ALARM = 0.01
 LAST_STEPS = 20
+# Of a step's wall seconds, on the rank that waits least for others: more than optimizer, embeddings and head take.
+MIN_ELSEWHERE = 0.3
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank whose busy seconds stand highest over some steps.
+    """The rank whose own seconds, busy or waiting for its data, stand highest over some steps.
 
     Attributes:
         rank: Its number.
-        excess: How much longer it was busy than the mean of the others: 0.1 is 10 %, the median over the steps.
-        num_longest: Steps in which it was busy longest of all.
+        excess: How much longer it took than the mean of the others: 0.1 is 10 %, the median over the steps.
+        num_longest: Steps in which it took longest of all.
         num_steps: Steps looked at.
         num_ranks: Ranks of them.
+        is_for_data: Whether most of what it took longer went into waiting for its data.
     """
 
     rank: int
@@ -31,12 +34,20 @@ class Straggler:
     num_longest: int
     num_steps: int
     num_ranks: int
+    is_for_data: bool = False
 
     @property
     def is_persistent(self) -> bool:
         """Whether it is longest more often than the luckiest of equal ranks would be by chance."""
+        from scipy.stats import binom  # takes a second to import
+
         chance = self.num_ranks * binom.sf(self.num_longest - 1, self.num_steps, 1 / self.num_ranks)
         return bool(chance < FALSE_ALARM)
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether it is always this rank, by enough to matter."""
+        return self.excess >= MIN_EXCESS and self.is_persistent
 
     def describe(self, planned_excess: float | None = None) -> str:
         """One sentence for people.
@@ -45,7 +56,7 @@ class Straggler:
             planned_excess: How much more than the others the rank had to do by plan, if known; 0.1 is 10 %.
         """
         what = (
-            f"rank {self.rank} was busy {abs(self.excess):.1%} {'longer' if self.excess >= 0 else 'shorter'} than the "
+            f"rank {self.rank} took {abs(self.excess):.1%} {'longer' if self.excess >= 0 else 'shorter'} than the "
             f"others over the last {self.num_steps} steps (median), and longest in {self.num_longest} of them"
         )
         if planned_excess is not None:
@@ -53,15 +64,21 @@ class Straggler:
             what += f"; its planned cost was {abs(planned_excess):.1%} {side} theirs"
         if not self.is_persistent:
             return f"No straggler stands out: {what}. Which rank is last changes from step to step."
-        if self.excess < MIN_EXCESS:
+        if not self.stands_out:
             return f"No straggler to speak of: {what}. It is mostly the same rank, by less than {MIN_EXCESS:.0%}."
+        if self.is_for_data:
+            return f"Straggler: {what}. It waits for its data: look at its storage and its CPU, or data.num_workers."
         if planned_excess is not None and planned_excess > self.excess / 2:
             return f"Straggler: {what}. The plan gives this rank more work."
-        return f"Straggler: {what}. It is this one rank, slower than the plan expects."
+        return f"Straggler: {what}. It computes, slower than the plan expects: look at this rank's GPU."
 
 
-def find_straggler(busy_s: np.ndarray) -> Straggler | None:
-    """The rank that stands highest in `busy_s`, float [steps, R]; None for a single rank or without steps.
+def find_straggler(busy_s: np.ndarray, waits_s: np.ndarray | None = None) -> Straggler | None:
+    """The rank that stands highest in the sum of both; None for a single rank or without steps.
+
+    Args:
+        busy_s: Busy seconds, float [steps, R].
+        waits_s: Seconds of waiting for data, alike; None takes none.
 
     Raises:
         ValueError: If `busy_s` is not [steps, R].
@@ -71,10 +88,14 @@ def find_straggler(busy_s: np.ndarray) -> Straggler | None:
     num_steps, num_ranks = busy_s.shape
     if num_steps == 0 or num_ranks < 2:
         return None
-    excess = excess_by_rank(busy_s)
+    waits_s = np.zeros_like(busy_s) if waits_s is None else waits_s
+    own_s = busy_s + waits_s
+    excess = excess_by_rank(own_s)
     rank = int(excess.argmax())
-    num_longest = int((busy_s.argmax(1) == rank).sum())
-    return Straggler(rank, float(excess[rank]), num_longest, num_steps, num_ranks)
+    num_longest = int((own_s.argmax(1) == rank).sum())
+    others = np.arange(num_ranks) != rank
+    of_waits, of_all = (np.median(part[:, rank] - part[:, others].mean(1)) for part in (waits_s, own_s))
+    return Straggler(rank, float(excess[rank]), num_longest, num_steps, num_ranks, bool(of_waits > of_all / 2))
 
 
 def excess_by_rank(work: np.ndarray) -> np.ndarray:
@@ -83,29 +104,82 @@ def excess_by_rank(work: np.ndarray) -> np.ndarray:
     return np.median(work / np.maximum(others, np.finfo(float).tiny) - 1, axis=0)
 
 
-def busy_by_rank(metrics: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Busy seconds of each step and rank from rows of `metrics.jsonl`, [steps, R].
+def seconds_by_rank(metrics: Sequence[dict[str, Any]], name: str = "busy_s") -> np.ndarray:
+    """Seconds of each step and rank from rows of `metrics.jsonl`, [steps, R]: `busy_s`, `data_wait_s` or `step_s`.
 
     NaN where a step had fewer ranks than another one, as after a resume on more of them.
     """
-    names = sorted({key for row in metrics for key in row if key.startswith("rank/") and key.endswith("/busy_s")})
+    names = sorted({key for row in metrics for key in row if key.startswith("rank/") and key.endswith(f"/{name}")})
     values = [[row.get(name) for name in names] for row in metrics]
     return np.array(values, dtype=float).reshape(len(metrics), len(names))
 
 
 def straggler_line(metrics: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]]) -> str:
     """Names the straggler of the last steps of a run, from rows of `metrics.jsonl` and of `schedule.jsonl`."""
-    busy_s = busy_by_rank(metrics[-1:])
-    if busy_s.shape[1] < 2:
+    last = _alike([row for row in metrics if "rank/000/busy_s" in row][-LAST_STEPS:])
+    busy_s = seconds_by_rank(last)
+    if last and busy_s.shape[1] < 2:
         return "One rank alone: none waits for another."
-    num_ranks = busy_s.shape[1]
-    last = metrics[-LAST_STEPS:]
-    busy_s = busy_by_rank(last)
-    same = np.isfinite(busy_s).sum(1) == num_ranks  # before a resume there may have been fewer ranks, or more
-    straggler = find_straggler(busy_s[same][:, :num_ranks])
+    straggler = find_straggler(busy_s, _waits(last, busy_s))
     if straggler is None:
         return "Busy seconds of the last steps are not known."
-    steps = {row["step"] for row, kept in zip(last, same, strict=True) if kept}
+    steps = {row["step"] for row in last}
     costs = [np.sum(record["costs_us"], axis=0) for record in records if record["step"] in steps]
-    planned = [work for work in costs if len(work) == num_ranks]
-    return straggler.describe(float(excess_by_rank(np.array(planned))[straggler.rank]) if planned else None)
+    planned = [work for work in costs if len(work) == straggler.num_ranks]
+    line = straggler.describe(float(excess_by_rank(np.array(planned))[straggler.rank]) if planned else None)
+    elsewhere = _elsewhere(last, busy_s)
+    if elsewhere >= MIN_ELSEWHERE:
+        line += (
+            f" {elsewhere:.0%} of a step went into neither blocks nor data on any rank: the exchange between ranks, if "
+            "not the optimizer or the host. No rank can be told from that: all wait for the slowest link."
+        )
+    return line
+
+
+class StragglerWatch:
+    """Names the straggler while a run goes on: after each `LAST_STEPS` steps, unless it was named the last time."""
+
+    def __init__(self) -> None:
+        self._metrics: deque[dict[str, Any]] = deque(maxlen=LAST_STEPS)
+        self._records: deque[dict[str, Any]] = deque(maxlen=LAST_STEPS)
+        self._seen = 0
+        self._named: tuple[int, bool] | None = None
+
+    def after_step(self, row: dict[str, Any], costs_us: np.ndarray) -> str | None:
+        """What to say after a step.
+
+        Args:
+            row: Its figures, and `step`.
+            costs_us: Planned microseconds [G, R].
+        """
+        self._metrics.append(row)
+        self._records.append({"step": row["step"], "costs_us": costs_us})
+        self._seen += 1
+        if self._seen % LAST_STEPS:
+            return None
+        busy_s = seconds_by_rank(list(self._metrics))
+        straggler = find_straggler(busy_s, _waits(list(self._metrics), busy_s))
+        before, self._named = self._named, None
+        if straggler is None or not straggler.stands_out:
+            return None
+        self._named = (straggler.rank, straggler.is_for_data)
+        return straggler_line(list(self._metrics), list(self._records)) if self._named != before else None
+
+
+def _alike(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of as many ranks as the last one: before a resume there may have been fewer, or more."""
+    counts = [sum(key.endswith("/busy_s") for key in row) for row in metrics]
+    return [row for row, count in zip(metrics, counts, strict=True) if count == counts[-1]]
+
+
+def _waits(metrics: Sequence[dict[str, Any]], busy_s: np.ndarray) -> np.ndarray:
+    waits_s = seconds_by_rank(metrics, "data_wait_s")
+    return np.nan_to_num(waits_s) if waits_s.shape == busy_s.shape else np.zeros_like(busy_s)  # older runs lack them
+
+
+def _elsewhere(metrics: Sequence[dict[str, Any]], busy_s: np.ndarray) -> float:
+    """Median share of a step that even the rank that waits least for others spends on neither blocks nor data."""
+    step_s = seconds_by_rank(metrics, "step_s")
+    if step_s.shape != busy_s.shape:
+        return 0.0
+    return float(np.median(((step_s - busy_s - _waits(metrics, busy_s)) / step_s).min(1)))

@@ -8,7 +8,7 @@ index would allow, leveling the work of the ranks, is not done here.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -37,9 +37,11 @@ from adaptiveload.scheduling.policies import ScheduleConfig, recompute_of
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.scheduling.updates import CostHistory
-from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.feed import DataConfig, MicroBatch
 from adaptiveload.training.workers import Loaded
+
+if TYPE_CHECKING:
+    from adaptiveload.training.distributed import Ranks
 
 STREAM_POLICIES = ("local", "dual_constraint", "equal_token")
 QUEUE = 64  # samples that local packing chooses from; more gains nothing (simulated at 64 to 512)
@@ -198,7 +200,7 @@ class StreamFeed:
         self,
         data: DataConfig,
         schedule: ScheduleConfig,
-        ranks: Ranks,
+        ranks: "Ranks",
         saved: dict[str, Any] | None,
         cost_model: CostModel,
         meet: str,

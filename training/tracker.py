@@ -4,6 +4,7 @@ Only this file imports wandb. No tracker stops a run: wandb works offline withou
 left out from there, while the run goes on with the local files.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -24,17 +25,19 @@ from tqdm import tqdm
 
 # Calls that a tracker may lag behind; a call is one step's figures, some KiB.
 _MOST_WAITING = 1000
+_ABANDON_WITHIN_S = 5.0
 
 
 @dataclass
 class TrackingConfig:
-    """Where figures go besides the run's own files.
+    """Where figures go besides `metrics.jsonl`, which always has them.
 
     Attributes:
-        trackers: Any of wandb and tensorboard; TensorBoard's files are in `RUN/tensorboard`.
+        trackers: Any of "wandb" and "tensorboard" (`pip install tensorboard`), whose files are in `RUN/tensorboard`.
         wandb: "auto" is online with a key and offline without; or online, offline, disabled.
         project: wandb project.
-        init_timeout_s: Longest wait for the wandb service at the start.
+        group: Runs of one group stand together in wandb, such as those of a comparison; None takes WANDB_RUN_GROUP.
+        init_timeout_s: How long wandb's server may take to answer at the start, before the run is tracked offline.
         finish_timeout_s: Longest wait for a tracker at the end, such as wandb for a slow network.
         schedule_every_steps: Steps between lines of `schedule.jsonl`; a line grows with ranks times slots.
     """
@@ -42,6 +45,7 @@ class TrackingConfig:
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
     wandb: str = "auto"
     project: str = "adaptiveload"
+    group: str | None = None
     init_timeout_s: float = 20.0
     finish_timeout_s: float = 60.0
     schedule_every_steps: int = 1
@@ -70,6 +74,9 @@ class TrackingConfig:
 class Sink(Protocol):
     """One tracker, called from a thread of its own. When a method raises, the run goes on without it."""
 
+    def start(self, say: Callable[[str], None]) -> None:
+        """Get ready for the other calls; `say` takes a line for the log."""
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Take the figures of a step; several times for one step, with other keys."""
 
@@ -80,7 +87,7 @@ class Sink(Protocol):
         """Write what is left."""
 
     def abandon(self) -> None:
-        """Let the process end although a call of this sink has not come back."""
+        """Let the process end although a call of this sink has failed or not come back."""
 
 
 class Tracker:
@@ -99,19 +106,14 @@ class Tracker:
         self._metrics = _open_from(run_dir / "metrics.jsonl", first_step)
         self._schedule = _open_from(run_dir / "schedule.jsonl", first_step)
         self._finish_timeout_s = config.finish_timeout_s
-        self._threads: list[_SinkThread] = []
-        for name in dict.fromkeys(config.trackers):
-            try:
-                sink = _TRACKERS[name](run_dir, config, run_config, first_step)
-            except Exception as error:
-                print(f"{name} could not start: {error}; figures are in {run_dir / 'metrics.jsonl'}")
-            else:
-                if sink is not None:
-                    self._threads.append(_SinkThread(name, sink, self.message))
         # With a delay its first line waits for the first step, and so comes after the start-up report.
         self._bar = tqdm(
             total=max_steps, initial=first_step, desc=run_dir.name, unit="step", dynamic_ncols=True, delay=1e-3
         )
+        sinks = {name: _TRACKERS[name](run_dir, config, run_config, first_step) for name in config.trackers}
+        if config.wandb == "disabled":
+            sinks.pop("wandb", None)
+        self._threads = [_SinkThread(name, sink, self.message) for name, sink in sinks.items()]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the figures of `step`, keys as in docs/metrics.md."""
@@ -149,7 +151,7 @@ class Tracker:
 
 
 class _SinkThread:
-    """Feeds a sink, so that one that fails or stands still neither ends nor holds up training.
+    """Feeds a sink, so that one that fails or stands still neither ends nor holds up training, nor its start.
 
     Measured with wandb's service stopped: its calls block for good once the socket is full, after some 100 steps.
     """
@@ -177,19 +179,20 @@ class _SinkThread:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 self._turn_off(f"has not finished in {timeout_s:g} s")
-        if self._thread.is_alive():
+        if self._is_off:
             self._sink.abandon()
 
     def _work(self) -> None:
-        while not self._is_off:
-            call = self._waiting.get()
-            try:
-                if call is None:
-                    self._sink.finish()
-                    return
+        what = "could not start"
+        try:
+            self._sink.start(self._say)
+            what = "failed"
+            while (call := self._waiting.get()) is not None and not self._is_off:
                 call(self._sink)
-            except Exception as error:  # whatever a tracker raises, the run is worth more
-                self._turn_off(f"failed: {error}")
+            if not self._is_off:
+                self._sink.finish()
+        except Exception as error:  # whatever a tracker raises, the run is worth more
+            self._turn_off(f"{what}: {error}")
 
     def _turn_off(self, why: str) -> None:
         if self._is_off:
@@ -203,10 +206,23 @@ class _Wandb:
     and a run that goes on from a checkpoint repeats steps.
     """
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
-        run.define_metric("step", hidden=True)
-        run.define_metric("*", step_metric="step")
+    def __init__(self, run_dir: Path, config: TrackingConfig, run_config: Any, first_step: int) -> None:
+        self._run_dir, self._config, self._run_config = run_dir, config, run_config
+        self._run: Any = None
+
+    def start(self, say: Callable[[str], None]) -> None:
+        asked = self._config.wandb
+        mode = asked if asked != "auto" else ("online" if _has_wandb_key() else "offline")
+        try:
+            self._run = self._begin(mode)
+        except Exception as error:
+            if mode == "offline":
+                raise
+            say(f"wandb could not start online: {error}; it is offline, see `wandb sync` for {self._run_dir / 'wandb'}")
+            self._end_service()  # which holds the run's id, and may wait for the server without end
+            self._run = self._begin("offline")
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log({"step": step, **metrics})
@@ -223,47 +239,52 @@ class _Wandb:
 
     def abandon(self) -> None:
         # At exit wandb waits for its service without end.
+        end = threading.Thread(target=self._end_service, name="tracker-end", daemon=True)
+        end.start()
+        end.join(_ABANDON_WITHIN_S)
+
+    def _begin(self, mode: str) -> Any:
+        import wandb
+
+        return wandb.init(
+            project=self._config.project,
+            group=self._config.group,
+            name=self._run_dir.name,
+            id=_wandb_id(self._run_dir),
+            resume="allow",
+            dir=str(self._run_dir),
+            mode=mode,
+            config=asdict(self._run_config),
+            settings=wandb.Settings(init_timeout=self._config.init_timeout_s, console="off", silent=True),
+        )
+
+    @staticmethod
+    def _end_service() -> None:
+        import wandb
+
         for process in psutil.Process().children():
-            if process.name() == "wandb-core":
-                for part in (*process.children(recursive=True), process):
-                    part.kill()
-
-
-def _start_wandb(run_dir: Path, config: TrackingConfig, run_config: Any, first_step: int) -> Sink | None:
-    mode = config.wandb if config.wandb != "auto" else ("online" if _has_wandb_key() else "offline")
-    if mode == "disabled":
-        return None
-    import wandb
-
-    for attempt in dict.fromkeys((mode, "offline")):
-        try:
-            settings = wandb.Settings(init_timeout=config.init_timeout_s, console="off", silent=True)
-            run = wandb.init(
-                project=config.project,
-                name=run_dir.name,
-                id=_wandb_id(run_dir),
-                resume="allow",
-                dir=str(run_dir),
-                mode=attempt,
-                config=asdict(run_config),
-                settings=settings,
-            )
-            return _Wandb(run)
-        except Exception as error:
-            print(f"wandb could not start {attempt}: {error}; figures are in {run_dir / 'metrics.jsonl'}")
-    return None
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() == "wandb-core":
+                    for part in (*process.children(recursive=True), process):
+                        part.kill()
+        with contextlib.suppress(Exception, SystemExit):  # with the code of the service that is gone
+            wandb.teardown()
 
 
 class _TensorBoard:
     """Event files in `RUN/tensorboard`."""
 
-    def __init__(self, run_dir: Path, run_config: Any, first_step: int) -> None:
+    def __init__(self, run_dir: Path, config: TrackingConfig, run_config: Any, first_step: int) -> None:
+        self._folder, self._run_config, self._first_step = run_dir / "tensorboard", run_config, first_step
+        self._writer: Any = None
+
+    def start(self, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides what an earlier try wrote of `first_step` and later ones.
-        self._writer = SummaryWriter(run_dir / "tensorboard", purge_step=first_step)
-        text = json.dumps(asdict(run_config), indent=1, default=str)
-        self._writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), first_step)
+        # TensorBoard hides what an earlier try wrote of the first step and later ones.
+        self._writer = SummaryWriter(self._folder, purge_step=self._first_step)
+        text = json.dumps(asdict(self._run_config), indent=1, default=str)
+        self._writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), self._first_step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
@@ -280,13 +301,9 @@ class _TensorBoard:
         pass  # its threads are daemons
 
 
-def _start_tensorboard(run_dir: Path, config: TrackingConfig, run_config: Any, first_step: int) -> Sink:
-    return _TensorBoard(run_dir, run_config, first_step)
-
-
-_TRACKERS: dict[str, Callable[[Path, TrackingConfig, Any, int], Sink | None]] = {
-    "wandb": _start_wandb,
-    "tensorboard": _start_tensorboard,
+_TRACKERS: dict[str, Callable[[Path, TrackingConfig, Any, int], Sink]] = {
+    "wandb": _Wandb,
+    "tensorboard": _TensorBoard,
 }
 
 

@@ -10,11 +10,13 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from queue import Empty, Queue, SimpleQueue
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 # What takes long to import, once for all workers of a rank. None of these starts a thread, but for those of BLAS where
 # OMP_NUM_THREADS allows them; pyarrow would.
-_PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "accelerate", "omegaconf", "scipy.optimize"]
+_PRELOADED = ["torch.utils.data", "safetensors.torch", "einops"]
 # Items that have been taken over from the workers and wait for the rank, and with the one that the thread brings.
 _READY = 2
 TAKEN_OVER = _READY + 1
@@ -62,7 +64,7 @@ class Loaded(Generic[T]):
     which the two processes wait for each other. Requests are taken in the thread that calls `next`.
 
     Args:
-        dataset: Picklable if there are workers.
+        dataset: Picklable if there are workers, and not of a class of the started script.
         requests: Arguments of `dataset[...]`; none for an iterable dataset.
         num_workers: Processes; 0 loads in this one, when an item is asked for.
         prefetch: Items that each worker has ready.
@@ -95,19 +97,19 @@ class Loaded(Generic[T]):
         if num_workers:
             start_worker_server()
         others = multiprocessing.active_children()
-        self._items: Iterator[T] = iter(
-            DataLoader(
-                dataset,
-                sampler=None if requests is None else iter(self._asked.get, _END),
-                batch_size=None,
-                num_workers=num_workers,
-                prefetch_factor=prefetch if num_workers else None,
-                pin_memory=pin_memory,
-                collate_fn=pack_up if num_workers else None,
-                multiprocessing_context="forkserver" if num_workers else None,
-                worker_init_fn=_set_up_worker,
-            )
+        loader = DataLoader(
+            dataset,
+            sampler=None if requests is None else iter(self._asked.get, _END),
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=prefetch if num_workers else None,
+            pin_memory=pin_memory,
+            collate_fn=pack_up if num_workers else None,
+            multiprocessing_context="forkserver" if num_workers else None,
+            worker_init_fn=_set_up_worker,
         )
+        with _script_left_out():
+            self._items: Iterator[T] = iter(loader)
         self._workers = [child for child in multiprocessing.active_children() if child not in others]
         self._thread = threading.Thread(target=self._take_over, name="data", daemon=True)
         if num_workers:
@@ -179,6 +181,20 @@ class Loaded(Generic[T]):
                 dead = [worker.pid for worker in self._workers if not worker.is_alive()]
                 if time.perf_counter() - started > self.timeout_s:
                     return RuntimeError(f"DataLoader timed out after {self.timeout_s} seconds")
+
+
+@contextlib.contextmanager
+def _script_left_out() -> Iterator[None]:
+    """Have processes that start now not import the script of this one.
+
+    multiprocessing has each of them run train.py's imports again: a second and 150 MB a worker, for nothing.
+    """
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _set_up_worker(_: int) -> None:

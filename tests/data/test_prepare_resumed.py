@@ -22,7 +22,7 @@ from adaptiveload.data.reader import SampleReader
 from adaptiveload.data.text import HashTextEncoder
 from adaptiveload.scheduling.shapes import Shape
 from tests.data.media_files import grey, level, picture_bytes, write_clip, write_tar
-from tests.launching import ROOT, environment, launch_command
+from tests.launching import PLAIN, ROOT, environment, launch_command
 
 CUTS = CutConfig(shapes=(Shape(1, 48, 64), Shape(5, 48, 64)), clips_per_shape=2)
 CONFIG = PrepareConfig(items_per_unit=3, samples_per_shard=2)
@@ -73,7 +73,9 @@ def test_killed_launches_go_on_and_end_with_the_same_bytes(media, tmp_path):
         if output.exists():
             break
         ranks = 2 if attempt < 2 else 3
-        command = launch_command("scripts.prepare", *arguments, "--output", output, ranks=ranks, script="-m")
+        command = launch_command(
+            "scripts.prepare", *arguments, "--output", output, ranks=ranks, script="-m", launcher=PLAIN
+        )
         process = subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True)
         if attempt == 2:
             assert process.wait(timeout=120) == 0

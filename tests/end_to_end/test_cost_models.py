@@ -21,17 +21,12 @@ from adaptiveload.training.config import load_config
 from adaptiveload.training.schedule import build_schedule
 from adaptiveload.training.startup_report import describe_schedule
 from scripts import benchmark_shapes
-from tests.launching import ROOT, environment, launch, launch_command, run_script
+from tests.launching import launch, run_script
 
 
 def launch_module(module: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess:
     """Run a script of the package on two ranks."""
-    command = launch_command(*arguments, ranks=2, script=f"scripts.{module}")
-    command.insert(command.index(f"scripts.{module}"), "-m")
-    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    if check and result.returncode:
-        raise AssertionError(f"{result.stdout}\n{result.stderr}")
-    return result
+    return launch(f"scripts.{module}", *arguments, ranks=2, script="-m", check=check)
 
 
 SCAN = ("--shapes", "1x64x64", "5x128x128", "9x128x256", "17x256x256", "--max-tokens", 2560, "--repeats", 2)

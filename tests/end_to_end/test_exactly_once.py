@@ -14,14 +14,14 @@ import psutil
 import pytest
 import yaml
 
-from tests.launching import ROOT, data_workers, environment, launch, launch_command
+from tests.launching import PLAIN, ROOT, data_workers, environment, launch, launch_command
 
 NUM_SAMPLES, SAMPLES_PER_STEP, EPOCHS = 60, 4, 3
 MAX_STEPS = NUM_SAMPLES * EPOCHS // SAMPLES_PER_STEP
 
 
 def start(run_config: Path, *overrides: str, ranks: int, log: Path) -> subprocess.Popen:
-    command = launch_command(run_config, *overrides, ranks=ranks)
+    command = launch_command(run_config, *overrides, ranks=ranks, launcher=PLAIN)
     return subprocess.Popen(
         command, cwd=ROOT, env=environment(), start_new_session=True, stdout=log.open("a"), stderr=subprocess.STDOUT
     )

@@ -57,7 +57,7 @@ def test_report_is_one_file_with_all_pictures(page: str) -> None:
     assert "http" not in page.replace("data:image", "")
     for words in ("load CV, planned", "step-time CV, measured", "equal_token", "Shape mix"):
         assert words in page
-    assert re.search(r"rank [01] was busy \d+\.\d% longer than the others over the last 6 steps", page)
+    assert re.search(r"rank [01] took \d+\.\d% longer than the others over the last 6 steps", page)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to look at the page with")

@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 from PIL import Image
 
 from adaptiveload.data.video import write_mp4
+from adaptiveload.training.distributed import Ranks
+from scripts.sample import parse_args, sample
 from tests.launching import launch, run_script
 
 
-def test_media_become_a_dataset_a_run_and_a_sheet(run_config: Path, tmp_path: Path) -> None:
+def test_media_become_a_dataset_a_run_and_a_sheet(run_config: Path, ranks: Ranks, tmp_path: Path) -> None:
     media = tmp_path / "media"
     media.mkdir()
     rng = np.random.default_rng(0)
@@ -37,15 +40,14 @@ def test_media_become_a_dataset_a_run_and_a_sheet(run_config: Path, tmp_path: Pa
     output = tmp_path / "runs"
     launch(run_config, "name=media", f"output_dir={output}", *keys, "data.held_out_share=0.3", ranks=1)
     sheets = []
-    for arguments in ([], ["--media", media]):
-        run_script("sample", "--run", output / "media", "--num-samples", 2, "--steps", 2, *arguments)
+    options = ["--run", str(output / "media"), "--num-samples", "2", "--steps", "2"]
+    for arguments in ([], ["--media", str(media)]):
+        sample(parse_args([*options, *arguments]), ranks)
         with Image.open(output / "media" / "samples" / "contact_sheet.png") as sheet:
             sheets.append(sheet.size)
     assert sheets[1][1] > sheets[0][1], "a strip more for each sample"
-    result = run_script(
-        "sample", "--run", output / "media", "--num-samples", 1, "--steps", 2, "--media", latents, check=False
-    )
-    assert "holds none of the sources" in result.stderr
+    with pytest.raises(ValueError, match="holds none of the sources"):
+        sample(parse_args([*options, "--media", str(latents)]), ranks)
     config = yaml.safe_load((output / "media" / "config.yaml").read_text())
     assert (config["schedule"]["meet"], config["cost"]["gpu"]) == ("step", "cpu"), (
         "autos are saved as what they came to"

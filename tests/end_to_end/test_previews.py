@@ -9,7 +9,9 @@ import pytest
 import yaml
 from PIL import Image
 
+from adaptiveload.training.distributed import Ranks
 from scripts.report import write_report
+from scripts.sample import parse_args, sample
 from tests.launching import launch, run_script
 
 # Every block meets the other rank's in every call, and a rank samples one clip at a time.
@@ -53,10 +55,11 @@ def test_three_previews_on_two_ranks_leave_the_run_as_it_is(run_dir: Path, run_c
     assert page.split("Previews, first and last")[1].count("data:image/png;base64,") == 2
 
 
-def test_the_script_makes_what_the_last_preview_shows(run_dir: Path, tmp_path: Path) -> None:
+def test_the_script_makes_what_the_last_preview_shows(run_dir: Path, ranks: Ranks, tmp_path: Path) -> None:
     options = ("--run", run_dir, "--num-samples", 3, "--steps", 3, "--guidance", 5, "--output", tmp_path)
     launch("scripts.sample", *options, ranks=2, script="-m")
-    run_script("sample", *options[:-1], tmp_path / "alone", "--num-samples", 1)
+    alone_options = (*options[:-1], tmp_path / "alone", "--num-samples", 1)
+    sample(parse_args([str(option) for option in alone_options]), ranks)
     last = sorted((run_dir / "previews").glob("step_00000004_*.mp4"))
     assert len(last) == 3
     for path in last:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,13 +13,20 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 
+from adaptiveload.data.corpus import SourceConfig, open_corpus
 from adaptiveload.data.index import ShardIndex
 from adaptiveload.scheduling.order import held_out_mask
+from adaptiveload.scheduling.shapes import LatentGeometry
 from adaptiveload.training.checkpoint_files import latest, read_state
+from adaptiveload.training.config import load_config
+from adaptiveload.training.distributed import Ranks
+from adaptiveload.training.run import build_run
+from adaptiveload.training.schedule import build_schedule
 from tests.conftest import write_dataset
-from tests.launching import ROOT, environment, launch, launch_command
+from tests.launching import ACCELERATE, ROOT, environment, launch, launch_command
 
 # Ranks and slots change the order of fp32 sums: 1e-7 a step, which AdamW's division by small second moments amplifies.
 LOSS_TOLERANCE = 1e-4
@@ -42,7 +50,7 @@ def output_dir(run_config: Path) -> Path:
 @pytest.fixture(scope="module")
 def one_rank(run_config: Path, output_dir: Path) -> Path:
     """The run that the others are held against: one rank, where meeting means nothing."""
-    result = launch(run_config, "name=one", ranks=1)
+    result = launch(run_config, "name=one", ranks=1, launcher=ACCELERATE)
     assert result.stdout.splitlines()[0].startswith("1 rank on CPU")
     return output_dir / "one"
 
@@ -124,7 +132,7 @@ def test_signals_save_at_the_next_step_and_end_for_a_requeue(
     """To the launcher, as a batch script sends them, or to one rank and its data workers (case c37)."""
     run_dir = output_dir / "stopped"
     keys = (run_config, "name=stopped", "data.num_workers=1", "checkpoint.every_steps=100")
-    command = launch_command(*keys, ranks=2, launcher_module=("scripts.launch",))
+    command = launch_command(*keys, ranks=2, launcher=("scripts.launch",))
     process = start_and_wait(run_dir, command, steps=3)
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=60)
@@ -151,7 +159,7 @@ def test_signals_save_at_the_next_step_and_end_for_a_requeue(
 
 
 def test_resume_refuses_another_dataset(
-    run_config: Path, dataset: Path, output_dir: Path, killed: Path, tmp_path: Path
+    run_config: Path, dataset: Path, output_dir: Path, killed: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     other = write_dataset(tmp_path / "other")
     index = other / "index.parquet"
@@ -159,21 +167,19 @@ def test_resume_refuses_another_dataset(
     pq.write_table(table.set_column(table.schema.get_field_index("source"), "source", table["key"]), index)
     shutil.copytree(killed, output_dir / "other-data")
     before = (output_dir / "other-data" / "config.yaml").read_text()
-    result = launch(run_config, "name=other-data", f"data.path={other}", ranks=2, check=False)
-    assert result.returncode != 0
-    assert "data_fingerprint" in result.stderr
+    with pytest.raises(ValueError, match="data_fingerprint"):
+        build_run(load_config(run_config, ["name=other-data", f"data.path={other}"]), ranks)
     assert (output_dir / "other-data" / "config.yaml").read_text() == before, "a refused launch changed the run"
 
 
 @pytest.mark.parametrize("override", ["model.num_layers=1", "schedule.lookahead=2", "seed=1"])
 def test_resume_refuses_another_model_or_schedule(
-    run_config: Path, output_dir: Path, killed: Path, override: str
+    run_config: Path, output_dir: Path, killed: Path, ranks: Ranks, override: str
 ) -> None:
     name = f"other-{override.partition('=')[0]}"
     shutil.copytree(killed, output_dir / name)
-    result = launch(run_config, f"name={name}", override, ranks=1, check=False)
-    assert result.returncode != 0
-    assert f"{override.split('.')[0].split('=')[0]}" in result.stderr.split("made with")[1]
+    with pytest.raises(ValueError, match=f"made with.*{override.split('.')[0].split('=')[0]}"):
+        build_run(load_config(run_config, [f"name={name}", override]), ranks)
 
 
 def test_paper_policy_resumes_only_where_it_stood(run_config: Path, output_dir: Path) -> None:
@@ -222,14 +228,14 @@ def test_one_process_instead_of_two_is_refused(run_config: Path) -> None:
         ("model.in_channels=8", "model.in_channels"),
     ],
 )
-def test_bad_input_stops_before_training(run_config: Path, override: str, message: str) -> None:
-    result = launch(run_config, override, "name=bad", ranks=2, check=False)
-    assert result.returncode != 0
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr.split("train.py:")[0]
+def test_bad_input_is_named(run_config: Path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_schedule(load_config(run_config, [override, "name=bad"]), 2, torch.device("cpu"), None)
 
 
-def test_missing_or_changed_shard_stops_before_training(run_config: Path, dataset: Path, tmp_path: Path) -> None:
+def test_missing_or_changed_shard_stops_all_ranks_before_training(
+    run_config: Path, dataset: Path, tmp_path: Path
+) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(dataset, changed)
     shard = sorted(changed.glob("*.tar"))[1]
@@ -238,10 +244,10 @@ def test_missing_or_changed_shard_stops_before_training(run_config: Path, datase
     result = launch(run_config, f"data.path={changed}", "name=changed", ranks=2, check=False)
     assert result.returncode != 0
     assert shard.name in result.stderr
+    assert "Traceback" not in result.stderr.split("train.py:")[0]
     shard.unlink()
-    result = launch(run_config, f"data.path={changed}", "name=changed", ranks=2, check=False)
-    assert result.returncode != 0
-    assert shard.name in result.stderr
+    with pytest.raises(ValueError, match=shard.name):
+        open_corpus([SourceConfig(str(changed))], LatentGeometry()).verify()
 
 
 def damage_samples(root: Path, keys: list[str]) -> None:

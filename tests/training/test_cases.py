@@ -4,13 +4,11 @@ c27 here; c39 (NaN on one rank) and c41 through skipped steps and a resume in te
 in test_estimator.py; c41 and the norm of c57 on 1 and 2 ranks in end_to_end/test_train.py.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from adaptiveload.data.corpus import SourceConfig, open_corpus
 from adaptiveload.models.flow_matching import FlowMatchingConfig
@@ -120,13 +118,6 @@ def test_dropped_captions_are_the_null_text_and_given_frames_are_clean(dataset: 
     assert sum(batch(clean_first_frame=0.0).is_clean) == 0
     assert 0 < sum(batch(clean_first_frame=0.5).is_clean) < clips
     assert sum(batch(is_training=False, clean_first_frame=1.0).is_clean) == 0
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Ranks(0, 1, torch.device("cpu"), dist.new_group(backend="gloo"))
-    dist.destroy_process_group()
 
 
 def test_c57_an_optimizer_made_before_sharding_is_a_bug_that_shows(ranks: Ranks) -> None:

@@ -66,6 +66,8 @@ def test_step_metrics_by_hand() -> None:
         "batch/num_slots": 2,
         "rank/000/busy_s": 0.7,
         "rank/001/busy_s": 0.9,
+        "rank/000/data_wait_s": 0.2,
+        "rank/001/data_wait_s": 0.0,
         "rank/000/step_s": 2.0,
         "rank/001/step_s": 1.9,
     }

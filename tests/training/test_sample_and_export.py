@@ -2,12 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 
 from adaptiveload.data.corpus import Corpus, SourceConfig, open_corpus
@@ -20,13 +18,6 @@ from adaptiveload.training.run import build_run
 from adaptiveload.training.samples import choose_samples
 from scripts.export import export_run
 from scripts.sample import parse_args, released_fps, sample
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Ranks(0, 1, torch.device("cpu"), dist.new_group(backend="gloo"))
-    dist.destroy_process_group()
 
 
 def write_run(run_config: Path, ranks: Ranks, folder: Path, *keys: str) -> Path:

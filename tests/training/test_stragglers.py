@@ -1,10 +1,13 @@
 """A slow rank is named within 20 steps, equal ranks hardly ever, and the plan is told from the machine."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from adaptiveload.training.figures import busy_figure
-from adaptiveload.training.stragglers import busy_by_rank, find_straggler, straggler_line
+from adaptiveload.training.stragglers import find_straggler, seconds_by_rank, straggler_line
+from tests.launching import launch
 
 NUM_STEPS, NUM_RANKS = 20, 8
 
@@ -28,7 +31,7 @@ def test_slow_rank_is_named_with_its_excess() -> None:
     assert found.rank == 5
     assert found.is_persistent
     assert found.excess == pytest.approx(0.1, abs=0.02)  # the median of 20 steps of 3 % jitter is good to 1 %
-    assert straggler_line(rows(busy_s), []).startswith("Straggler: rank 5 was busy")
+    assert straggler_line(rows(busy_s), []).startswith("Straggler: rank 5 took")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8, 64])
@@ -48,7 +51,7 @@ def test_hiccups_of_different_ranks_are_told_from_a_slow_one() -> None:
 def test_steady_but_tiny_lag_is_not_worth_a_name() -> None:
     busy_s = np.full((NUM_STEPS, 4), 10.0)
     busy_s[:, 2] = 10.05
-    assert straggler_line(rows(busy_s), []).startswith("No straggler to speak of: rank 2 was busy 0.5% longer")
+    assert straggler_line(rows(busy_s), []).startswith("No straggler to speak of: rank 2 took 0.5% longer")
 
 
 def test_plan_that_gives_a_rank_more_is_blamed_itself() -> None:
@@ -56,8 +59,36 @@ def test_plan_that_gives_a_rank_more_is_blamed_itself() -> None:
     busy_s[:, 1] = 12.0
     even = [{"step": step, "costs_us": [[6e6, 4e6], [4e6, 6e6]]} for step in range(NUM_STEPS)]
     uneven = [{"step": step, "costs_us": [[10e6, 12e6]]} for step in range(NUM_STEPS)]
-    assert "planned cost was 0.0% above theirs. It is this one rank" in straggler_line(rows(busy_s), even)
+    assert "planned cost was 0.0% above theirs. It computes, slower" in straggler_line(rows(busy_s), even)
     assert "planned cost was 20.0% above theirs. The plan gives" in straggler_line(rows(busy_s), uneven)
+
+
+def test_rank_that_waits_for_its_data_and_slow_exchange_are_told_from_slow_work() -> None:
+    rng = np.random.default_rng(3)
+    busy_s = noisy(rng)
+    waits_s = np.full_like(busy_s, 0.1)
+    waits_s[:, 3] = 5.0
+
+    def line(exchange: float) -> str:
+        """Of steps that take so many times what their slowest rank takes for itself."""
+        metrics = rows(busy_s)
+        for row, waits, step_s in zip(metrics, waits_s, exchange * (busy_s + waits_s).max(1), strict=True):
+            row |= {f"rank/{r:03d}/data_wait_s": wait for r, wait in enumerate(waits)}
+            row |= {f"rank/{r:03d}/step_s": step_s for r in range(NUM_RANKS)}
+        return straggler_line(metrics, [])
+
+    assert line(1.1).startswith("Straggler: rank 3 took")
+    assert "waits for its data" in line(1.1)
+    assert "neither blocks nor data" not in line(1.1)
+    assert "50% of a step went into neither blocks nor data on any rank" in line(2.0)
+
+
+def test_ranks_slowed_on_purpose_are_named_within_20_steps(run_config: Path, tmp_path: Path) -> None:
+    launch(run_config, tmp_path, ranks=2, script="tests/training/slowed_rank.py")
+    said = {name: (tmp_path / name).read_text() for name in ("work", "data")}
+    for name, words in (("work", "It computes, slower than the plan expects"), ("data", "It waits for its data")):
+        assert said[name].startswith("step 19: Straggler: rank 1 took"), said[name]
+        assert words in said[name]
 
 
 def test_steps_on_another_number_of_ranks_are_left_out() -> None:
@@ -65,7 +96,7 @@ def test_steps_on_another_number_of_ranks_are_left_out() -> None:
     metrics = rows(before) + rows(after, first=15)
     records = [{"step": step, "costs_us": [[1.0] * (4 if step < 15 else 2)]} for step in range(20)]
     assert "over the last 5 steps" in straggler_line(metrics, records)
-    busy_s = busy_by_rank(metrics)
+    busy_s = seconds_by_rank(metrics)
     assert busy_s.shape == (20, 4)
     assert np.isnan(busy_s[15:, 2:]).all()
     assert straggler_line(rows(np.ones((3, 1))), []) == "One rank alone: none waits for another."

@@ -4,7 +4,9 @@ import json
 import struct
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -27,11 +29,32 @@ tracker = Tracker(Path(sys.argv[1]), TrackingConfig(wandb="offline", finish_time
 slowest = 0.0
 for step in range(300):
     if step == 5:
-        (service,) = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
-        service.send_signal(signal.SIGSTOP)
+        while not (service := [child for child in psutil.Process().children() if child.name() == "wandb-core"]):
+            time.sleep(0.1)
+        time.sleep(1)
+        service[0].send_signal(signal.SIGSTOP)
     started = time.perf_counter()
     tracker.log(step, {"train/loss": 1.0, **{f"rank/{rank:03d}/busy_s": 1.0 for rank in range(64)}})
     slowest = max(slowest, time.perf_counter() - started)
+tracker.close()
+print("slowest", slowest)
+"""
+
+
+LOST_SERVER = """
+import sys, time
+from pathlib import Path
+from adaptiveload.training.config import RunConfig
+from adaptiveload.training.tracker import Tracker, TrackingConfig
+
+tracker = Tracker(Path(sys.argv[1]), TrackingConfig(finish_timeout_s=2), RunConfig(), 0, 50)
+slowest = 0.0
+for step in range(50):
+    started = time.perf_counter()
+    tracker.log(step, {"train/loss": 1.0})
+    slowest = max(slowest, time.perf_counter() - started)
+    if step == 20:
+        sys.stdin.readline()
 tracker.close()
 print("slowest", slowest)
 """
@@ -58,8 +81,14 @@ def wandb_steps(path: Path, count: int) -> list[int]:
 
 
 def read_wandb_steps(path: Path) -> list[int]:
-    """The figure `step` of each history record of a .wandb file: LevelDB's log format behind 7 bytes."""
-    data, position, record, steps = path.read_bytes(), 7, b"", []
+    """The figure `step` of each history record of a .wandb file."""
+    history = [item for record in records_of(path) for item in record.history.item]
+    return [int(item.value_json) for item in history if "step" in (item.key, *item.nested_key)]
+
+
+def records_of(path: Path) -> list[wandb_internal_pb2.Record]:
+    """What a .wandb file holds: LevelDB's log format behind 7 bytes."""
+    data, position, record, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
         if (left := 2**15 - position % 2**15) < 7:  # no header fits into the rest of a block
             position += left
@@ -68,9 +97,8 @@ def read_wandb_steps(path: Path) -> list[int]:
         record = (b"" if kind in (1, 2) else record) + data[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # whole, or the last part
-            history = wandb_internal_pb2.Record.FromString(record).history.item
-            steps += [int(item.value_json) for item in history if "step" in (item.key, *item.nested_key)]
-    return steps
+            records.append(wandb_internal_pb2.Record.FromString(record))
+    return records
 
 
 def test_without_a_key_wandb_is_offline_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,14 +115,113 @@ def test_without_a_key_wandb_is_offline_and_nothing_is_lost(tmp_path: Path, monk
     assert wandb_steps(second, 2) == [2, 3]  # though wandb's own count begins anew
 
 
-def test_wandb_that_cannot_be_reached_does_not_stop_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+class WandbServer(ThreadingHTTPServer):
+    """Answers as wandb's server does to begin a run; after `goes_on.clear()` it takes connections and never answers.
+
+    Attributes:
+        groups: That runs were begun in.
+        uploads: Calls that brought figures or files.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, goes_on: bool) -> None:
+        super().__init__(("127.0.0.1", 0), _WandbAnswers)
+        self.goes_on, self.groups, self.uploads = threading.Event(), [], 0
+        if goes_on:
+            self.goes_on.set()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _WandbAnswers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if not self.server.goes_on.is_set():
+            threading.Event().wait()
+        data: dict = {}
+        if self.path == "/graphql":
+            asked = json.loads(body)
+            if asked["operationName"] == "UpsertBucket":
+                self.server.groups.append(asked["variables"]["groupName"])
+                project = {"id": "p", "name": "adaptiveload", "entity": {"id": "e", "name": "me"}}
+                bucket = {"id": "r", "name": "r", "displayName": "r", "config": "{}", "project": project}
+                data = {"upsertBucket": {"bucket": bucket | {"historyLineCount": 0}, "inserted": True}}
+            elif asked["operationName"] == "CreateRunFiles":
+                data = {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
+        else:
+            self.server.uploads += 1
+        answer = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_wandb_that_does_not_answer_leaves_an_offline_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listens: bool
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
-    log_steps(tmp_path / "run", range(2), TrackingConfig(init_timeout_s=3))
+    monkeypatch.setenv("WANDB_BASE_URL", WandbServer(goes_on=False).url if listens else "http://127.0.0.1:9")
+    started = time.monotonic()
+    tracker = Tracker(tmp_path / "run", TrackingConfig(init_timeout_s=2, group="both"), RunConfig(), 0, 2)
+    tracker.log(0, {"train/loss": 1.0})
+    tracker.log(1, {"train/loss": 1.0})
+    assert time.monotonic() - started < 1.5, "training waits for wandb's server"
+    tracker.close()
     assert steps_in(tmp_path / "run" / "metrics.jsonl") == [0, 1]
     assert "wandb could not start online" in capsys.readouterr().out
+    (path,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert wandb_steps(path, 2) == [0, 1]
+    assert [record.run.run_group for record in records_of(path) if record.HasField("run")][:1] == ["both"]
+
+
+def test_wandb_whose_server_goes_away_on_the_way_holds_up_neither_training_nor_exit(tmp_path: Path) -> None:
+    """First it falls silent, then it is gone."""
+    server = WandbServer(goes_on=True)
+    env = {name: value for name, value in environment().items() if not name.startswith("WANDB_")}
+    env |= {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": server.url, "WANDB_RUN_GROUP": "of the environment"}
+    command = [sys.executable, "-c", LOST_SERVER, str(tmp_path / "run")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    until = time.monotonic() + 60
+    while not server.uploads and time.monotonic() < until:
+        time.sleep(0.05)
+    server.goes_on.clear()
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+    time.sleep(1)
+    server.shutdown()
+    server.server_close()
+    ended = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert time.monotonic() - ended < 15
+    assert float(output.split("slowest")[1]) < 1
+    assert server.groups[0] == "of the environment"
+    assert "wandb has not finished in 2 s" in output
+    assert steps_in(tmp_path / "run" / "metrics.jsonl") == list(range(50))
+
+
+def test_folder_that_wandb_cannot_write_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "wandb").write_text("a file where the folder should be")
+    log_steps(tmp_path / "run", range(3), TrackingConfig(wandb="offline"))
+    assert steps_in(tmp_path / "run" / "metrics.jsonl") == [0, 1, 2]
+    assert "wandb could not start: " in capsys.readouterr().out
 
 
 def test_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:

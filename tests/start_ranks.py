@@ -1,0 +1,37 @@
+"""Starts ranks as `accelerate launch` does, without its 3 s of imports: `python -m tests.start_ranks N script.py ...`.
+
+The first rank that fails ends the others, and its exit code is this process's.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+
+def main() -> int:
+    """One process a rank, with the variables that torch.distributed reads."""
+    num_ranks, *command = sys.argv[1:]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    ranks = [
+        subprocess.Popen([sys.executable, "-u", *command], env={**os.environ, **shared, "RANK": r, "LOCAL_RANK": r})
+        for r in map(str, range(int(num_ranks)))
+    ]
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+            time.sleep(0.02)
+        time.sleep(0.5 if any(rank.poll() is None for rank in ranks) else 0)  # the others may have words of their own
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+    return next((code for rank in ranks if (code := rank.wait())), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
