@@ -24,6 +24,7 @@ from adaptiveload.training.cost import CostConfig
 from adaptiveload.training.ema import EmaConfig
 from adaptiveload.training.evaluation import EvaluationConfig
 from adaptiveload.training.feed import DataConfig
+from adaptiveload.training.group_watch import WatchConfig
 from adaptiveload.training.optimizer import OptimizerConfig
 from adaptiveload.training.previews import PreviewConfig
 from adaptiveload.training.tracker import TrackingConfig
@@ -61,6 +62,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     previews: PreviewConfig = field(default_factory=PreviewConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
     @property
     def run_dir(self) -> Path:
@@ -101,6 +103,7 @@ class RunConfig:
             self.checkpoint,
             self.evaluation,
             self.tracking,
+            self.watch,
         ):
             part.check()
         if self.model.pretrained is None and self.has_frozen_parts:
