@@ -80,18 +80,20 @@ def train(run: Run, stop: StopSignals, watch: GroupWatch) -> bool:
         measured = gather_measurements(run.ranks, plan, mine)
         gradient = {f"train/grad_norm_{name}": norm for name, norm in group_norms.items()}
         gradient |= {"train/grad_norm": grad_norm, "train/lr": lr, "train/num_skipped": run.guard.total}
-        watch.at(f"after step {step}, where ranks save, evaluate and report", is_bounded=False)
+        watch.at(f"after step {step}")
         log_step(run, plan, measured, gradient, skipped)
         adapt(run, plan, measured)
         is_last = step + 1 == config.max_steps
         is_stopped = measured.stop_signal > 0 and not is_last
         if is_stopped or config.checkpoint.is_due(step + 1, config.max_steps):
+            watch.at(f"after step {step}, saving")
             saved = run.checkpointer.save(step + 1, run.saved_state(plan))
         if is_stopped:
             if run.tracker is not None:
                 name = signal.Signals(measured.stop_signal).name
                 run.tracker.message(f"{name} after step {step + 1}: saved {saved}, ends with code {STOPPED_EXIT_CODE}")
             return False
+        watch.at(f"after step {step}, evaluating", is_bounded=False)
         if is_last or (step + 1) % config.evaluation.every_steps == 0:
             evaluate(run, step)
         if run.previews is not None and (is_last or (step + 1) % config.previews.every_steps == 0):
@@ -260,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     failed_with = None
     try:
         is_done = train(run, stop, watch)
+        watch.at("the end", is_bounded=False)
     except Exception as error:
         failed_with = give_up(watch, error)
     finally:
@@ -283,12 +286,17 @@ def give_up(watch: GroupWatch, error: Exception) -> int:
     known = explain_worker_failure(error, rank)
     if isinstance(error, (MicroBatchMemoryError, SaveError)):
         known = str(error)
+    if "by peer" in str(error):  # gloo's words for a connection that broke
+        known = f"the connection to another rank broke, it has ended: look for its last words ({error})"
     reason = f"rank {rank}, {position}: {known or repr(error)}"
     first_code, first = watch.end_all(code, reason)
     if first == reason and known is None:
         traceback.print_exception(error)
-    own = "" if first == reason else f"rank {rank} ends too, at {position} ({str(error)[:200]!r}), after "
-    print(f"train.py: {own}{first}", file=sys.stderr, flush=True)
+    if first == reason:
+        print(f"train.py: {reason}", file=sys.stderr, flush=True)
+    else:
+        own = str(error).partition("\n")[0][:200]
+        print(f"train.py: rank {rank} ends too: {position} ({own}). The reason: {first}", file=sys.stderr, flush=True)
     return first_code
 
 

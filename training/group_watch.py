@@ -54,7 +54,7 @@ class Position:
     Attributes:
         what: In words.
         keys: Samples that it computes.
-        is_bounded: Whether it may stand there for `watch.timeout_s` at most; not so where ranks save or evaluate.
+        is_bounded: Whether it may stand there for `watch.timeout_s` at most; not so where ranks start or evaluate.
         since: `time.monotonic()` when it came there.
     """
 
@@ -126,7 +126,7 @@ class GroupWatch:
             position, told = self.position, self._told()
             stood_s = time.monotonic() - position.since
             if told is None and position.is_bounded and stood_s > self.timeout_s:
-                reason = f"rank {self.rank} has stood still for over watch.timeout_s={self.timeout_s:g} s at {position}"
+                reason = f"rank {self.rank} has stood still for over watch.timeout_s={self.timeout_s:g} s: {position}"
                 told = self._tell(1, reason)
             if told is not None:
                 self._leave(*told)
@@ -138,12 +138,9 @@ class GroupWatch:
         if self._stopped.wait(_GRACE_S):
             return
         frames = traceback.format_stack(sys._current_frames()[self._main or 0])[-_MOST_FRAMES:]
-        stood_s = time.monotonic() - position.since
-        print(
-            f"train.py: rank {self.rank} ends, {stood_s:.0f} s at {position}: {reason}{dumped}\n{''.join(frames)}",
-            file=sys.stderr,
-            flush=True,
-        )
+        here = f"for {time.monotonic() - position.since:.0f} s it was here: {position}{dumped}"
+        print(f"train.py: rank {self.rank} ends; {here}. The reason: {reason}", file=sys.stderr)
+        print("".join(frames), file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(code)
 
@@ -158,7 +155,7 @@ class GroupWatch:
         with contextlib.suppress(OSError, RuntimeError):  # what it adds is not worth losing the words
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"rank_{self.rank}").write_bytes(dump())
-            return f"; its last collectives are in {self.folder}"
+            return f" (its last collectives: {self.folder})"
         return ""
 
 

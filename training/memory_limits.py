@@ -81,9 +81,9 @@ class MemoryLimits:
         with self.path.open("a") as file:
             file.write(f"- {json.dumps(record)}\n")
         contents = ", ".join(f"{count} of {shape}" for shape, count in shapes.items()) or "a filler"
+        said = str(error).splitlines()[0][:300].rstrip(".")
         what = (
-            f"out of memory in a micro-batch of {tokens} tokens ({contents}; {record['text_rows']} text rows): "
-            f"{str(error).splitlines()[0][:300]}. "
+            f"out of memory in a micro-batch of {tokens} tokens ({contents}; {record['text_rows']} text rows): {said}. "
         )
         if not lower:
             return MicroBatchMemoryError(what + cannot_split(record), 1)

@@ -21,6 +21,6 @@ if [ "$nodes" -gt 1 ]; then
     # Two jobs on a node seldom have the same, and systems hand out none below 32768 by themselves.
     launch+=(--main_process_port $((15000 + SLURM_JOB_ID % 15000)))
 fi
-# Where a launcher has ended, the others have two minutes: without word from a peer, ranks may wait for it for long.
-exec srun --wait=120 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+# Where a launcher has ended, the others have a minute: a rank that is stopped or cut off hears of nothing.
+exec srun --wait=60 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
     bash -c 'exec python -m scripts.launch --machine_rank "$SLURM_NODEID" "$@"' launch "${launch[@]}" "$@"

@@ -58,7 +58,7 @@ def test_out_of_memory_lowers_the_limit_and_a_rank_that_stands_still_is_named(
     assert record["text_rows"] > 0
     step, tokens, limit = record["step"], record["num_tokens"], record["memory_limit_tokens"]
     assert f"rank 1, step {step}, slot {record['micro_batch']} of" in output
-    assert "rank 0 ends too, at step" in output
+    assert "rank 0 ends too: step" in output
     assert (
         f"schedule.memory_limit_tokens 128 -> {limit}: {tokens} tokens did not fit on rank 1 in step {step}" in output
     )
@@ -66,8 +66,8 @@ def test_out_of_memory_lowers_the_limit_and_a_rank_that_stands_still_is_named(
     assert f"the run begins at step {step - step % 2}" in output, "the last checkpoint"
 
     # A rank that sleeps: both say where they stand, with their samples, and torch's record of collectives is there.
-    (reason,) = set(re.findall(r"rank 0 has stood still for over watch\.timeout_s=6 s at step \d+, slot .*?\)", output))
-    assert re.search(r"rank 1 ends, \d+ s at step \d+, slot \d of \d \(sample\d+", output)
+    (reason,) = set(re.findall(r"rank 0 has stood still for over watch\.timeout_s=6 s: step \d+, slot .*?\)", output))
+    assert re.search(r"rank 1 ends; for \d+ s it was here: step \d+, slot \d of \d \(sample\d+", output)
     assert "time.sleep(600)" in output, "the line where it stands"
     assert "sample" in reason
     for rank in (0, 1):
