@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 _KEY = "adaptiveload/end"
