@@ -12,15 +12,20 @@ import math
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
+
+import torch
 
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.checkpoint import SaveError
 from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import device_name, model_dims
-from adaptiveload.training.distributed import clip_gradients, finish_ranks, reshard, start_ranks
+from adaptiveload.training.distributed import clip_gradients, end_process, finish_ranks, reshard, start_ranks
 from adaptiveload.training.feed import MicroBatch
+from adaptiveload.training.group_watch import GroupWatch, group_timeout, start_recording
 from adaptiveload.training.live_step import run_micro_batch
+from adaptiveload.training.memory_limits import LIMITS_NAME, MicroBatchMemoryError, read_records
 from adaptiveload.training.metrics import (
     RankMeasurement,
     StepMeasurement,
@@ -39,7 +44,7 @@ from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals
 from adaptiveload.training.workers import explain_worker_failure, start_worker_server
 
 
-def train(run: Run, stop: StopSignals) -> bool:
+def train(run: Run, stop: StopSignals, watch: GroupWatch) -> bool:
     """The loop: a plan, its micro-batches, one optimizer step; then figures, checkpoints, held-out loss, previews.
 
     Returns:
@@ -49,10 +54,12 @@ def train(run: Run, stop: StopSignals) -> bool:
     for step in range(run.first_step, config.max_steps):
         run.profiler.before_step(step)
         started, waited = time.perf_counter(), run.feed.wait_s
+        watch.at(f"step {step}, waiting for its data")
         plan, micro_batches = run.feed.next_step()
         check_agreement(run.ranks, plan)
 
-        losses, num_lost = forward_backward(run, plan, micro_batches)
+        losses, num_lost = forward_backward(run, watch, plan, micro_batches)
+        watch.at(f"step {step}, its end", [key for _, keys in losses for key in keys])
         grad_norm, group_norms = clip_gradients(run.optimizer, config.optimizer.max_grad_norm)
         busy_s = run.timer.busy_s()
         lr = set_learning_rate(run, step)
@@ -76,17 +83,20 @@ def train(run: Run, stop: StopSignals) -> bool:
         run.profiler.after_step(step, busy_s)
         gradient = {f"train/grad_norm_{name}": norm for name, norm in group_norms.items()}
         gradient |= {"train/grad_norm": grad_norm, "train/lr": lr, "train/num_skipped": run.guard.total}
+        watch.at(f"after step {step}")
         log_step(run, plan, measured, gradient, skipped)
         adapt(run, plan, measured)
         is_last = step + 1 == config.max_steps
         is_stopped = measured.stop_signal > 0 and not is_last
         if is_stopped or config.checkpoint.is_due(step + 1, config.max_steps):
+            watch.at(f"after step {step}, saving")
             saved = run.checkpointer.save(step + 1, run.saved_state(plan))
         if is_stopped:
             if run.tracker is not None:
                 name = signal.Signals(measured.stop_signal).name
                 run.tracker.message(f"{name} after step {step + 1}: saved {saved}, ends with code {STOPPED_EXIT_CODE}")
             return False
+        watch.at(f"after step {step}, evaluating", is_bounded=False)
         if is_last or (step + 1) % config.evaluation.every_steps == 0:
             evaluate(run, step)
         if run.previews is not None and (is_last or (step + 1) % config.previews.every_steps == 0):
@@ -94,7 +104,9 @@ def train(run: Run, stop: StopSignals) -> bool:
     return True
 
 
-def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatch]) -> tuple[MicroBatchLosses, int]:
+def forward_backward(
+    run: Run, watch: GroupWatch, plan: StepPlan, micro_batches: Iterator[MicroBatch]
+) -> tuple[MicroBatchLosses, int]:
     """Gradient of the step, (1/Z) * sum of w_i * grad l_i over all ranks.
 
     Returns:
@@ -108,18 +120,22 @@ def forward_backward(run: Run, plan: StepPlan, micro_batches: Iterator[MicroBatc
     for g, micro_batch in enumerate(micro_batches):
         run.ledger.record(plan.step, micro_batch.trained, micro_batch.lost)
         num_lost += len(micro_batch.lost)
-        batch = micro_batch.packed.to(run.ranks.device, non_blocking=True)
-        weighted = run_micro_batch(
-            run.model,
-            run.timer,
-            batch,
-            # FSDP averages over the ranks, so that R/Z here is 1/Z there; never a mean over the micro-batch.
-            scale=run.ranks.world_size / plan.normalizer,
-            meet=plan.meet,
-            is_last=g == count - 1,
-            recompute=plan.recompute,
-            permille=int(plan.recomputed[g, run.ranks.rank]),
-        )
+        watch.at(f"step {plan.step}, slot {g} of {count}", micro_batch.trained)
+        try:
+            batch = micro_batch.packed.to(run.ranks.device, non_blocking=True)
+            weighted = run_micro_batch(
+                run.model,
+                run.timer,
+                batch,
+                # FSDP averages over the ranks, so that R/Z here is 1/Z there; never a mean over the micro-batch.
+                scale=run.ranks.world_size / plan.normalizer,
+                meet=plan.meet,
+                is_last=g == count - 1,
+                recompute=plan.recompute,
+                permille=int(plan.recomputed[g, run.ranks.rank]),
+            )
+        except torch.OutOfMemoryError as error:
+            raise run.memory.exceeded(plan, g, run.feed.table, error) from error
         losses.append((weighted, tuple(micro_batch.trained)))
     reshard(run.model)
     return losses, num_lost
@@ -218,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--ranks goes with --dry-run; a run has the ranks that it was launched with")
     if options.config is not None and "=" in options.config:
         options.config, options.overrides = None, [options.config, *options.overrides]
+    watch = None
     try:
         config = load_config(options.config, options.overrides)
         stop = StopSignals()
@@ -225,40 +242,72 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stop.catch()
         if config.data.num_workers and not options.dry_run:
             start_worker_server()  # its imports take seconds, those of the ranks' own start too
-        ranks = start_ranks()
+        collectives = config.run_dir / "collectives"
+        start_recording(collectives)
+        ranks = start_ranks(group_timeout(config.watch))
         if ranks.is_main:
             print(ranks.describe(), flush=True)
         if options.dry_run:
             if config.data.mode != "index":
                 raise ValueError("--dry-run needs an index: a stream is planned as it is read")
-            schedule = build_schedule(config, options.ranks or ranks.world_size, ranks.device, None)
+            records = read_records(config.run_dir / LIMITS_NAME)
+            schedule = build_schedule(config, options.ranks or ranks.world_size, ranks.device, None, records)
             if ranks.is_main:
                 schedule.corpus.verify()
                 print(describe_schedule(schedule, options.ranks or ranks.world_size))
             return
+        watch = GroupWatch(ranks.rank, config.watch, collectives)
         run = build_run(config, ranks)
         if ranks.is_main and run.first_step < config.max_steps:
             if isinstance(run.schedule, Schedule):
                 print(describe_schedule(run.schedule, ranks.world_size, run.first_step))
             print(f"trained: {config.describe_trained()}; the run begins at step {run.first_step}", flush=True)
     except (ValueError, RuntimeError) as error:
+        if watch is not None:
+            watch.end_all(1, f"rank {watch.rank}, at the start: {error}")
         sys.exit(f"train.py: {error}")
     if run.first_step >= config.max_steps and ranks.is_main:
         print(f"{config.run_dir} has all {config.max_steps} steps: nothing left to train (raise max_steps to go on)")
+    failed_with = None
     try:
-        is_done = train(run, stop)
-    except SaveError as error:
-        sys.exit(f"train.py: {error}")
-    except RuntimeError as error:
-        if reason := explain_worker_failure(error, ranks.rank):
-            sys.exit(f"train.py: {reason}")
-        raise
+        is_done = train(run, stop, watch)
+        watch.at("the end", is_bounded=False)
+    except Exception as error:
+        failed_with = give_up(watch, error)
     finally:
         run.feed.close()
         run.profiler.close()
         if run.tracker is not None:
             run.tracker.close()
+    if failed_with is not None:
+        end_process(failed_with)
+    watch.stop()
     finish_ranks(ranks, 0 if is_done else STOPPED_EXIT_CODE)
+
+
+def give_up(watch: GroupWatch, error: Exception) -> int:
+    """Say why this rank ends, and have the others end with it.
+
+    Returns:
+        Exit code of the process: that of the rank that failed first.
+    """
+    rank, position = watch.rank, watch.position
+    code = error.exit_code if isinstance(error, MicroBatchMemoryError) else 1
+    known = explain_worker_failure(error, rank)
+    if isinstance(error, (MicroBatchMemoryError, SaveError)):
+        known = str(error)
+    if "by peer" in str(error):  # gloo's words for a connection that broke
+        known = f"the connection to another rank broke, it has ended: look for its last words ({error})"
+    reason = f"rank {rank}, {position}: {known or repr(error)}"
+    first_code, first = watch.end_all(code, reason)
+    if first == reason and known is None:
+        traceback.print_exception(error)
+    if first == reason:
+        print(f"train.py: {reason}", file=sys.stderr, flush=True)
+    else:
+        own = str(error).partition("\n")[0][:200]
+        print(f"train.py: rank {rank} ends too: {position} ({own}). The reason: {first}", file=sys.stderr, flush=True)
+    return first_code
 
 
 if __name__ == "__main__":

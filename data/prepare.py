@@ -38,6 +38,7 @@ ITEMS_NAME = "items.jsonl"
 _UNITS = ".units"
 _PLAN_NAME = "plan.json"
 _PROGRESS_S = 20.0  # between lines of progress
+_COMPLETING = "completing"
 _POLL_S = 0.2  # between looks at what other processes have finished
 
 
@@ -70,7 +71,7 @@ def prepare(
     *,
     rank: int = 0,
     world_size: int = 1,
-    all_have_begun: Callable[[], None] = lambda: None,
+    all_have_begun: Callable[[], None] | None = lambda: None,
 ) -> tuple[ShardIndex, dict[str, Any]] | None:
     """Prepare this process's share of the inputs into the dataset folder `output`.
 
@@ -81,13 +82,14 @@ def prepare(
         codec: Pixels to latents.
         text_encoder: Captions to embeddings.
         config: Threads, batches, shards.
-        rank: This process among the `world_size` of the launch.
+        rank: This process among the `world_size` that share the work.
         world_size: Processes that share the work.
-        all_have_begun: Returns once every process has called it; else rank 0 could be done before another looks.
+        all_have_begun: Of the processes of one launch: returns once every process has called it, else rank 0, which
+            waits for the others and completes the dataset, could be done before another looks. None: the processes
+            need not run at the same time, and the one that finds all units finished completes it.
 
     Returns:
-        On rank 0, which waits for the others and completes the dataset, its index and the content of its
-        `report.json`; None on other ranks.
+        Where the dataset was completed, its index and the content of its `report.json`; None elsewhere.
 
     Raises:
         ValueError: If `output` exists and may not be replaced, or is not a dataset; if an input is unusable as such; if
@@ -96,18 +98,25 @@ def prepare(
     config = config or PrepareConfig()
     assert cuts.geometry == codec.geometry
     output = output.absolute()
-    _check_output(output, config.overwrite)
     units = plan_units(inputs, config.items_per_unit, config.media_root)
+    if rank >= len(units) and all_have_begun is None:
+        return None  # there is nothing to do, and the others may have completed the dataset by now
+    _check_output(output, config.overwrite)
     work = _Work(output.with_name(f".{output.name}.unfinished"), units, cuts, codec, text_encoder, config)
     work.begin(rank, world_size)
-    all_have_begun()
+    if all_have_begun is not None:
+        all_have_begun()
     mine = [number for number in range(rank, len(units), world_size) if not work.is_done(number)]
     progress = _Progress([units[number] for number in mine], is_told=rank == 0)
     for number in mine:
         work.do(number, progress)
-    if rank:
+    if all_have_begun is None:
+        if not work.may_complete():
+            return None
+    elif rank:
         return None
-    work.wait()
+    else:
+        work.wait()
     try:
         summary = work.finish()
     except ValueError:
@@ -206,6 +215,19 @@ class _Work:
                 told = time.monotonic()
                 logger.warning("waiting for %d units of other processes, the first is %d", len(missing), missing[0])
             time.sleep(_POLL_S)
+
+    def may_complete(self) -> bool:
+        """Whether all units are finished and no other process completes the dataset; of several, one is told so."""
+        if not all(map(self.is_done, range(len(self.units)))):
+            return False
+        try:
+            (self.folder / _UNITS / _COMPLETING).mkdir()
+        except FileNotFoundError:  # it is complete
+            return False
+        except FileExistsError:
+            logger.warning("another part completes the dataset; if that was stopped, start once more without parts")
+            return False
+        return True
 
     def finish(self) -> dict[str, Any]:
         """Index, null embedding and report of the whole dataset. Raises ValueError if there is no sample."""

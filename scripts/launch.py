@@ -1,11 +1,14 @@
-"""`accelerate launch` for schedulers: passes signals on to the ranks and ends with their exit code.
+"""`accelerate launch` for schedulers: passes signals on to the ranks, ends with their exit code, and starts them again.
 
     python -m scripts.launch --config_file configs/accelerate/1node.yaml --num_processes 8 train.py ...
 
 `accelerate launch` itself dies of SIGUSR1, gives the ranks 30 s after SIGTERM, and ends with 1 whatever they end with.
+Ranks that ran out of memory and wrote down a lower limit are started again, at most `--memory_restarts` times (3).
 """
 
+import argparse
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +17,9 @@ from collections.abc import Sequence
 
 import psutil
 
-from adaptiveload.training.stop_signals import STOP_SIGNALS
+from adaptiveload.training.stop_signals import LOWER_LIMIT_EXIT_CODE, STOP_SIGNALS
+
+_PORT = "--main_process_port"
 
 
 def forward_signals() -> None:
@@ -34,9 +39,8 @@ def forward_signals() -> None:
     threading.Thread(target=forward, name="signals", daemon=True).start()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Launch, wait, and end as the ranks did: with the exit code of the first that failed, 128 + n for signal n."""
-    forward_signals()
+def launch(arguments: Sequence[str]) -> int:
+    """Start the ranks and wait for them; exit code of the first that failed, 128 + n for signal n, else 0."""
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -44,12 +48,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
         launch_command(launch_command_parser().parse_args(arguments))
     except ChildFailedError as error:
         print(error, file=sys.stderr)
-        code = error.get_first_failure()[1].exitcode
+        code = int(error.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as error:
         code = error.returncode
     else:
-        return
-    sys.exit(code if code >= 0 else 128 - code)
+        return 0
+    return code if code >= 0 else 128 - code
+
+
+def with_next_port(arguments: Sequence[str]) -> list[str]:
+    """`arguments` with the port that the nodes meet at, if they name one, raised by one.
+
+    A node that is quick to start again must not find the store of the last start, on a first node that is slow to end.
+    """
+    words = list(arguments)
+    for i, (word, following) in enumerate(zip(words, [*words[1:], ""], strict=True)):
+        if word == _PORT and following not in ("", "0"):
+            words[i + 1] = str(int(following) + 1)
+    return words
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Launch, wait, and end as the ranks did."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--memory_restarts", type=int, default=3)
+    own, others = parser.parse_known_args(arguments)
+    forward_signals()
+    code = launch(others)
+    if code == LOWER_LIMIT_EXIT_CODE and own.memory_restarts > 0:
+        print(f"scripts.launch: starts again under the lower limit, {own.memory_restarts - 1} more times", flush=True)
+        command = ["-m", "scripts.launch", "--memory_restarts", str(own.memory_restarts - 1), *with_next_port(others)]
+        # A new process: this one still holds the ports and the memory of what has ended.
+        os.execv(sys.executable, [sys.executable, *command])
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ r"""Turn clips and pictures with captions into a dataset of latents that trainin
 Inputs are folders (a `.txt` or `.json` caption beside each clip or picture), WebDataset `.tar` shards of media (paths,
 URLs, `pipe:COMMAND`, with {000..999} expanded), and manifests (`.csv`, `.jsonl`, `.parquet`) of paths, captions, and
 perhaps parts of clips. What was used and skipped, and why, is written beside the shards. A launch that was stopped goes
-on where it was when it is started again; several processes share the work.
+on where it was when it is started again; several processes share the work, in one launch or, by --part, in several.
 
     python -m scripts.prepare --input media/ --output latents/ --config configs/data/quickstart.yaml
     python -m scripts.prepare --input raw-000000.tar --output latents/ --shapes "1,256,256;17,256,256"
@@ -14,6 +14,7 @@ on where it was when it is started again; several processes share the work.
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -42,6 +43,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--items-per-unit", type=int, default=256, help="files or rows done as a whole (default: 256)")
     parser.add_argument("--workers", type=int, default=1, help="threads that decode, a process (default: 1)")
     parser.add_argument("--batch-mib", type=int, default=64, help="pixels encoded at once, in MiB (default: 64)")
+    parser.add_argument(
+        "--part", type=parse_part, metavar="K/N", help="do part K of N (from 0) alone; the last to finish completes it"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     args = parser.parse_args(argv)
     if (args.codec == "wan_vae") != (args.vae_dir is not None):
@@ -50,6 +54,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     return args
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """`3/16` as numbers."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 0 to N - 1")
+    return int(match[1]), int(match[2])
 
 
 def print_summary(summary: dict[str, Any], output: Path, seconds: float) -> None:
@@ -127,8 +139,11 @@ def main(argv: list[str] | None = None) -> None:
             if rank == 0:
                 print(f"neither --config nor --shapes: cutting to the small shapes of {DEFAULT_CONFIG}")
         cuts = CutConfig.load(args.config, args.shapes, codec.geometry)
-        begun = join_launch() if world_size > 1 else lambda: None
-        ranks = {"rank": rank, "world_size": max(world_size, 1), "all_have_begun": begun}
+        world_size = max(world_size, 1)
+        part, parts = args.part or (0, 1)
+        ranks = {"rank": part * world_size + rank, "world_size": parts * world_size, "all_have_begun": None}
+        if args.part is None:
+            ranks["all_have_begun"] = join_launch() if world_size > 1 else lambda: None
         done = prepare(args.input, args.output, cuts, codec, text_encoder, config, **ranks)
     except (LaunchError, ValueError) as error:
         sys.exit(f"error: {error}")
@@ -137,6 +152,8 @@ def main(argv: list[str] | None = None) -> None:
         counts = {Shape(*map(int, shape.split("x"))): count for shape, count in summary["buckets"].items()}
         shape_mix_figure(counts, index.info.geometry).savefig(args.output / "buckets.png", dpi=110)
         print_summary(summary, args.output, time.perf_counter() - start)
+    elif args.part is not None:
+        print(f"part {part}/{parts} is done, {time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from adaptiveload.training.cost import CostConfig
 from adaptiveload.training.ema import EmaConfig
 from adaptiveload.training.evaluation import EvaluationConfig
 from adaptiveload.training.feed import DataConfig
+from adaptiveload.training.group_watch import WatchConfig
 from adaptiveload.training.optimizer import OptimizerConfig
 from adaptiveload.training.previews import PreviewConfig
 from adaptiveload.training.profiling import ProfileConfig
@@ -65,6 +66,7 @@ class RunConfig:
     previews: PreviewConfig = field(default_factory=PreviewConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
     @property
     def run_dir(self) -> Path:
@@ -106,6 +108,7 @@ class RunConfig:
             self.evaluation,
             self.tracking,
             self.profile,
+            self.watch,
         ):
             part.check()
         if self.model.pretrained is None and self.has_frozen_parts:

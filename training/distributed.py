@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ import yaml
 from accelerate import PartialState
 from accelerate.commands.config.config_args import default_config_file
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -92,8 +94,11 @@ class Ranks:
         return f"{ranks} on {name}. For more ranks: {_MORE_RANKS.format(file=file)}"
 
 
-def start_ranks() -> Ranks:
+def start_ranks(timeout: timedelta | None = None) -> Ranks:
     """Join the process group that the launcher made, or make one of a single rank.
+
+    `timeout` is that of its collectives (None: torch's own); that of host data keeps torch's half an hour, because
+    ranks save and start at unequal speed.
 
     The group is made here and not by accelerate: without a GPU accelerate leaves `--multi_gpu` launches as several
     processes that each believe to be rank 0 of 1.
@@ -114,7 +119,7 @@ def start_ranks() -> Ranks:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, device_id=device if use_cuda else None)
+        dist.init_process_group(backend, timeout=timeout, device_id=device if use_cuda else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     # Accelerate's process state then agrees with the group that exists, whatever launched us.
@@ -124,7 +129,9 @@ def start_ranks() -> Ranks:
             f"accelerate sees rank {state.process_index} of {state.num_processes}, torch.distributed sees rank "
             f"{dist.get_rank()} of {dist.get_world_size()}: launch with {_MORE_RANKS.format(file='1node')}"
         )
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"))
+    return Ranks(
+        dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo", timeout=default_pg_timeout)
+    )
 
 
 def finish_ranks(ranks: Ranks, code: int = 0) -> NoReturn:
@@ -135,6 +142,11 @@ def finish_ranks(ranks: Ranks, code: int = 0) -> NoReturn:
     """
     ranks.barrier()
     dist.destroy_process_group()
+    end_process(code)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process now; nothing of it is waited for."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

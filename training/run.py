@@ -20,6 +20,7 @@ from adaptiveload.training.feed import MicroBatchDataset, PlannedFeed
 from adaptiveload.training.handover import warn_of_little_room
 from adaptiveload.training.ledger import Ledger
 from adaptiveload.training.live_step import build_model
+from adaptiveload.training.memory_limits import LIMITS_NAME, MemoryLimits, read_records
 from adaptiveload.training.previews import Previews
 from adaptiveload.training.profiling import Profiler
 from adaptiveload.training.schedule import (
@@ -28,6 +29,7 @@ from adaptiveload.training.schedule import (
     build_schedule,
     build_stream_schedule,
     check_position,
+    memory_conditions,
     model_geometry,
     model_identity,
 )
@@ -63,6 +65,7 @@ class Run:
     tracker: Tracker | None
     profiler: Profiler
     straggler_watch: StragglerWatch
+    memory: MemoryLimits
     first_step: int
 
     def saved_state(self, plan: StepPlan) -> dict[str, object]:
@@ -85,11 +88,13 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     folder = config.run_dir / "checkpoints"
     resume_from = find_to_resume(folder, config.checkpoint, ranks)
     saved = read_state(resume_from) if resume_from else None
+    limits_path = config.run_dir / LIMITS_NAME
     schedule: Schedule | StreamSchedule
     if config.data.mode == "stream":
         schedule, min_drawn = build_stream_schedule(config, ranks.world_size, ranks.device), _MIN_DRAWN
     else:
-        schedule = build_schedule(config, ranks.world_size, ranks.device, saved)
+        records = ranks.broadcast_object(read_records(limits_path) if ranks.is_main else None)
+        schedule = build_schedule(config, ranks.world_size, ranks.device, saved, records)
         min_drawn = min(_MIN_DRAWN, len(schedule.train_ids))
         if ranks.is_main:
             schedule.corpus.verify()
@@ -143,6 +148,13 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         tracker=tracker,
         straggler_watch=StragglerWatch(),
         profiler=Profiler(config.profile, ranks, config.run_dir, timer, tracker.message if tracker else print),
+        memory=MemoryLimits(
+            limits_path,
+            ranks.rank,
+            memory_conditions(config, ranks.world_size, ranks.device, schedule.meet),
+            schedule.settings if isinstance(schedule, Schedule) else schedule.config.schedule,
+            can_obey=isinstance(schedule, Schedule) and config.schedule.policy == "balanced",
+        ),
         first_step=first_step,
     )
 

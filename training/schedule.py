@@ -1,7 +1,9 @@
 """What decides who computes what in a run: index, order, models and policy, or what takes their place in a stream."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +22,13 @@ from adaptiveload.training.cost import (
     RunModels,
     build_models,
     device_memory_bytes,
+    device_name,
     model_dims,
     resolve_gpu,
     resolve_memory,
 )
 from adaptiveload.training.live_step import lay_out_model
+from adaptiveload.training.memory_limits import lower_limit
 from adaptiveload.training.stream import check_stream_config
 from adaptiveload.training.trained_weights import frozen_identity
 
@@ -51,6 +55,8 @@ class Schedule:
         meet: "slot" or "step".
         identity: What a resumed run must have in common with the one that saved.
         config: The run's configuration with every "auto" of the schedule replaced by what it came to.
+        settings: The schedule's part of it; the run may have learnt of a lower memory limit since.
+        lowered: What to say of that, or None.
     """
 
     corpus: Corpus
@@ -64,11 +70,8 @@ class Schedule:
     meet: str
     identity: dict[str, object]
     config: RunConfig
-
-    @property
-    def settings(self) -> ScheduleConfig:
-        """The schedule's part of `config`."""
-        return self.config.schedule
+    settings: ScheduleConfig
+    lowered: str | None = None
 
 
 @dataclass
@@ -86,7 +89,13 @@ class StreamSchedule:
     config: RunConfig
 
 
-def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: dict[str, object] | None) -> Schedule:
+def build_schedule(
+    config: RunConfig,
+    ranks: int,
+    device: torch.device,
+    saved: dict[str, object] | None,
+    memory_records: Sequence[dict[str, Any]] = (),
+) -> Schedule:
     """Index, split, order, models and policy of a run on `ranks` ranks.
 
     Args:
@@ -94,6 +103,7 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         ranks: Data-parallel ranks to plan for.
         device: Whose prior prices the samples when `cost.gpu` is "auto".
         saved: The state beside the checkpoint that is resumed, whose lookahead and history of costs stay.
+        memory_records: What the run has written into its `limits.yaml`; `balanced` keeps to it.
 
     Raises:
         ValueError: If the data set is absent, damaged or does not fit the model, or the schedule cannot be kept.
@@ -130,6 +140,11 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
     order = EndlessOrder(
         train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=corpus.repeats[train_ids]
     )
+    asked, lowered = schedule_config, None
+    if config.schedule.policy == "balanced":
+        conditions = memory_conditions(config, ranks, device, meet)
+        known = [record for record in memory_records if record["under"] == conditions]
+        schedule_config, lowered = lower_limit(schedule_config, known, table, order)
     lookahead = config.schedule.lookahead
     if lookahead == "auto" and schedule_config.policy != "balanced":
         lookahead = "1"  # the paper's policies draw in plain order
@@ -160,8 +175,33 @@ def build_schedule(config: RunConfig, ranks: int, device: torch.device, saved: d
         identity |= {"ranks": ranks, "schedule.slots_per_step": config.schedule.slots_per_step}
         identity["batch_sizes"] = policy.batch_sizes.tolist()
     check_same_data(saved, identity)
-    resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
-    return Schedule(corpus, table, train_ids, held_out_ids, order, policy, models, history, meet, identity, resolved)
+    resolved = replace(config, schedule=replace(asked, lookahead=lookahead), cost=replace(config.cost, gpu=gpu))
+    return Schedule(
+        corpus=corpus,
+        table=table,
+        train_ids=train_ids,
+        held_out_ids=held_out_ids,
+        order=order,
+        policy=policy,
+        models=models,
+        history=history,
+        meet=meet,
+        identity=identity,
+        config=resolved,
+        settings=schedule_config,
+        lowered=lowered,
+    )
+
+
+def memory_conditions(config: RunConfig, ranks: int, device: torch.device, meet: str) -> dict[str, Any]:
+    """What decides, beside a micro-batch, whether it fits in memory: a record of `limits.yaml` holds under it alone."""
+    return {
+        "device": device_name(device),
+        "ranks": ranks,
+        "meet": meet,
+        "recompute": config.schedule.recompute,
+        "precision": config.precision,
+    }
 
 
 def build_stream_schedule(config: RunConfig, ranks: int, device: torch.device) -> StreamSchedule:

@@ -46,6 +46,7 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
             *_dropped_lines(schedule),
             *_bucket_lines(schedule),
             f"costs: {schedule.models.source}; memory: {memory}",
+            *([schedule.lowered] if schedule.lowered else []),
             head,
             f"  samples a step      {samples:.1f}, in {np.mean([plan.num_slots for plan in plans]):.1f} slots",
             f"  largest micro-batch {largest} of {schedule.settings.memory_limit_tokens} tokens",

@@ -8,6 +8,8 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 # A rank that was asked to end has saved and can go on: start the run again. 1 is a failure, 128 + n a fatal signal.
 STOPPED_EXIT_CODE = 85
+# Memory did not suffice; the run has written down a lower limit, and goes on under it when started again.
+LOWER_LIMIT_EXIT_CODE = 86
 
 
 class StopSignals:

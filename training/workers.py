@@ -236,7 +236,7 @@ def _end_with_rank() -> None:
         threading.Thread(target=end, name="end with rank", daemon=True).start()
 
 
-def explain_worker_failure(error: RuntimeError, rank: int) -> str | None:
+def explain_worker_failure(error: Exception, rank: int) -> str | None:
     """What to tell the user if `error` is the DataLoader's way of saying that a worker died or hangs, else None."""
     text = str(error)
     if "DataLoader timed out" in text:

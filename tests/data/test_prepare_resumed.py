@@ -54,6 +54,11 @@ def test_any_number_of_processes_gives_the_same_bytes(media, tmp_path):
     for rank in (2, 1, 0):
         run([media], tmp_path / "shared", rank=rank, world_size=3)
     assert contents(tmp_path / "alone") == contents(tmp_path / "shared")
+    # Parts that never meet: the last to finish completes the dataset, wherever it stands; one came too late for a unit.
+    for part in (4, 1, 3, 0, 2, 5):
+        done = run([media], tmp_path / "parts", rank=part, world_size=6, all_have_begun=None)
+        assert (done is not None) == (part == 2)
+    assert contents(tmp_path / "alone") == contents(tmp_path / "parts")
     index = ShardIndex.read(tmp_path / "alone")
     assert index.info.captions == ("s",)
     sample = SampleReader(index).read(index.place(0))

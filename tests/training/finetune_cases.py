@@ -15,6 +15,7 @@ from adaptiveload.models.pretrained import load_pretrained
 from adaptiveload.scheduling.shapes import Shape
 from adaptiveload.training.config import load_config
 from adaptiveload.training.distributed import Ranks, finish_ranks, shard_model, start_ranks
+from adaptiveload.training.group_watch import GroupWatch
 from adaptiveload.training.live_step import build_model, lay_out_model, run_micro_batch
 from adaptiveload.training.run import Run, build_run
 from adaptiveload.training.schedule import model_geometry
@@ -37,10 +38,12 @@ def run_training(config_path: Path, ranks: Ranks, *overrides: str) -> tuple[Run,
     settings = ("evaluation.max_samples=0", "checkpoint.every_steps=100")
     run = build_run(load_config(config_path, [*settings, *overrides]), ranks)
     before, error = parts_of(run), None
+    watch = GroupWatch(ranks.rank, run.config.watch, run.config.run_dir)
     try:
-        train(run, StopSignals())
+        train(run, StopSignals(), watch)
     except RuntimeError as caught:
         error = str(caught)
+    watch.stop()
     run.feed.close()
     if run.tracker is not None:
         run.tracker.close()

@@ -11,6 +11,7 @@ from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.config import load_config
 from adaptiveload.training.distributed import finish_ranks, start_ranks
 from adaptiveload.training.feed import MicroBatch, planned_sample
+from adaptiveload.training.group_watch import GroupWatch
 from adaptiveload.training.metrics import RankMeasurement, gather_measurements
 from adaptiveload.training.run import Run, build_run
 from train import forward_backward
@@ -48,14 +49,14 @@ def partitions(plan: StepPlan, ranks: int) -> dict[str, tuple]:
     }
 
 
-def gradient(run: Run, plan: StepPlan) -> tuple[torch.Tensor, float]:
+def gradient(run: Run, watch: GroupWatch, plan: StepPlan) -> tuple[torch.Tensor, float]:
     """Whole gradient of `plan`, float32, and the loss that is logged, on every rank."""
     batches: list[MicroBatch] = []
     for indices in plan.micro_batches(run.ranks.rank):
         planned = tuple(planned_sample(plan, run.schedule.corpus, i) for i in indices)
         batches.append(run.feed.dataset[planned])
     run.model.zero_grad()
-    losses, _ = forward_backward(run, plan, iter(batches))  # what train.py runs
+    losses, _ = forward_backward(run, watch, plan, iter(batches))  # what train.py runs
     mine = RankMeasurement(sum(float(loss.sum()) for loss, _ in losses), 1.0, 0.0, 0.0, 0, [])
     loss = gather_measurements(run.ranks, plan, mine).loss_sum / plan.normalizer
     return torch.cat([parameter.grad.full_tensor().flatten() for parameter in run.model.parameters()]), loss
@@ -65,6 +66,7 @@ def main(config_path: str, output: str) -> None:
     ranks = start_ranks()
     config = load_config(config_path, [f"name=partitions-{ranks.world_size}", "schedule.loss_weight_exponent=0.5"])
     run = build_run(config, ranks)
+    watch = GroupWatch(ranks.rank, config.watch, config.run_dir)
     # A fresh model's head is zero, which would leave most gradients zero.
     torch.manual_seed(1)
     with torch.no_grad():
@@ -85,11 +87,12 @@ def main(config_path: str, output: str) -> None:
                 costs_us=np.ones(shape, np.int64),
                 num_tokens=np.ones(shape, np.int64),
             )
-            found[f"{name}/{meet}"] = gradient(run, dealt)
+            found[f"{name}/{meet}"] = gradient(run, watch, dealt)
     if ranks.is_main:
         torch.save(found, Path(output))
     if run.tracker is not None:
         run.tracker.close()
+    watch.stop()
     finish_ranks(ranks)
 
 

@@ -1,0 +1,57 @@
+"""The batch scripts on a real Slurm of two nodes: preempted, requeued and resumed, a run is the unbroken one."""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.slurm import Slurm, install, running_slurm
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    install()
+    root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    root.chmod(0o711)  # munged refuses a socket that not all can reach
+    try:
+        with running_slurm(root) as running:
+            yield running
+    finally:
+        shutil.rmtree(root)
+
+
+def rows(run_dir: Path) -> list[dict]:
+    return [row for row in map(json.loads, (run_dir / "metrics.jsonl").open()) if "train/loss" in row]
+
+
+def test_a_preempted_job_of_two_nodes_is_the_unbroken_one(slurm: Slurm, run_config: Path, tmp_path: Path) -> None:
+    """Two nodes of a rank each, against one node of two ranks, both by train.sbatch."""
+    output_dir = Path(yaml.safe_load(run_config.read_text())["output_dir"])
+    slurm.environment["NUM_PROCESSES"] = "2"
+    keys = ("scripts/slurm/train.sbatch", run_config, "data.log_samples=true", "checkpoint.every_steps=100")
+    unbroken = slurm.submit(tmp_path / "unbroken.out", *keys, "name=slurm-unbroken")
+    slurm.environment["NUM_PROCESSES"] = "1"
+    preempted = slurm.submit(tmp_path / "preempted.out", "--nodes=2", *keys, "name=slurm-preempted", "max_steps=20")
+
+    metrics, deadline = output_dir / "slurm-preempted" / "metrics.jsonl", time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert time.monotonic() < deadline, slurm.job(preempted)
+        time.sleep(0.02)
+    slurm.call("scancel", "--signal=USR1", "--batch", preempted)
+
+    ended = slurm.wait(preempted, within_s=90)
+    said = (tmp_path / "preempted.out").read_text()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), said
+    assert "2 ranks on CPU" in said
+    assert "ends with code 85" in said
+    assert f"train.sbatch: stopped by a signal, requeueing job {preempted}" in said
+    assert slurm.wait(unbroken, within_s=60)["JobState"] == "COMPLETED", (tmp_path / "unbroken.out").read_text()
+
+    whole, parts = rows(output_dir / "slurm-unbroken"), rows(output_dir / "slurm-preempted")
+    assert [row["step"] for row in parts] == list(range(20)), "every step once, in order"
+    assert [row["train/loss"] for row in parts] == [row["train/loss"] for row in whole], "to the last bit"
