@@ -1,13 +1,14 @@
 """A training step on one GPU beside its bound and beside diffusers: forward and backward of one micro-batch.
 
-python -m scripts.benchmark_step configs/wan_1_3b.yaml --shapes 1x32760 16x1560 --recompute none full \
+python -m scripts.benchmark_step configs/wan_1_3b.yaml --shapes 1x32760 16x1560 --recompute none attention full \
     --parts bound ours compiled diffusers diffusers_compiled --profile --output out
 
 A shape is BATCHxTOKENS or BATCHxFRAMESxHEIGHTxWIDTH. Parts:
 
 - bound: what the blocks' matrix products, attention and memory-bound ops take at the rates of the best library kernels,
   measured in this run, without recompute (what is counted: training/step_bound.py). Rows get their ratio to it.
-- ours, compiled: this project's model under FSDP2 on one rank, at each of `--recompute`; `compiled` with torch.compile.
+- ours, compiled: this project's model under FSDP2 on one rank, at each of `--recompute` (none, full, attention, which
+  keeps attention outputs, and `attention:500` for the first half of the blocks); `compiled` with torch.compile.
 - diffusers, diffusers_compiled: `diffusers.WanTransformer3DModel`, bf16 weights, all blocks checkpointed, padded text;
   blocks run by torch.compile in the second.
 
@@ -37,6 +38,7 @@ from typing import Any
 import torch
 
 from adaptiveload.models.wan import WanConfig
+from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.training.benchmark_trainers import OwnTrainer
 from adaptiveload.training.config import RunConfig, load_config
@@ -87,7 +89,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys")
     parser.add_argument("--shapes", nargs="+", default=["1x32760", "16x1560"], help="default: 1x32760 16x1560")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    parser.add_argument("--recompute", nargs="+", default=["none", "full"], help="levels of ours; default: none full")
+    parser.add_argument(
+        "--recompute", nargs="+", default=["none", "full"], help="LEVEL or LEVEL:PERMILLE (of the blocks) of ours"
+    )
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count (default 2)")
     parser.add_argument("--repeats", type=int, default=5, help="steps that do (default 5)")
     parser.add_argument("--budget-minutes", type=float, default=math.inf, help="what has not begun by then is left out")
@@ -206,9 +210,17 @@ class Ours:
         return self.trainer.make_batch([case.shape] * case.batch_size)
 
     def step(self, batch: Any, level: str) -> None:
-        """Forward and backward."""
+        """Forward and backward; `level` is as for --recompute."""
+        recompute, _, permille = level.partition(":")
         self.trainer.timer.start_step()
-        self.trainer.run(batch, scale=1 / len(batch), meet=self.meet, is_last=True, recompute=level)
+        self.trainer.run(
+            batch,
+            scale=1 / len(batch),
+            meet=self.meet,
+            is_last=True,
+            recompute=recompute,
+            permille=int(permille or ALL_BLOCKS),
+        )
 
     def after_step(self) -> None:
         """Weights are gathered anew, as after an optimizer step; gradients are dropped."""
@@ -280,7 +292,7 @@ def measure_step(subject: Any, case: Case, part: str, level: str, options: argpa
         spans = profiled_spans(lambda: subject.step(batch, level), ranks.device)
         subject.after_step()
         options.output.mkdir(parents=True, exist_ok=True)
-        name = f"profile-{part}-{level}-{case.name}.txt"
+        name = f"profile-{part}-{level.replace(':', '-')}-{case.name}.txt"
         row["profile"] = name
         (options.output / name).write_text(kernel_table(spans))
     return row

@@ -89,10 +89,10 @@ def test_table_has_ratios_and_says_what_failed() -> None:
 
 def test_parts_run_and_a_bad_one_is_a_row(run_config: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.benchmark_step", str(run_config), "--shapes", "2x16", "--profile"]
-    command += ["--parts", "bound", "ours", "diffusers", "--recompute", "bogus", "full", "--repeats", "1"]
+    command += ["--parts", "bound", "ours", "diffusers", "--recompute", "bogus", "attention:500", "--repeats", "1"]
     subprocess.run([*command, "--output", str(tmp_path)], cwd=ROOT, env=environment(), check=True, capture_output=True)
     rows = json.loads((tmp_path / "step.json").read_text())["rows"]
     assert [(row["part"], row["recompute"], "error" in row) for row in rows] == [
-        ("bound", "none", False), ("ours", "bogus", True), ("ours", "full", False), ("diffusers", "full", False),
+        ("bound", "none", False), ("ours", "bogus", True), ("ours", "attention:500", False), ("diffusers", "full", False),
     ]  # fmt: skip
-    assert "kernel" in (tmp_path / "profile-ours-full-2x16.txt").read_text()
+    assert "kernel" in (tmp_path / "profile-ours-attention-500-2x16.txt").read_text()
