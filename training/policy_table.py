@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
 from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.useful_work import fit_work, power_sums, rate_on_mix, useful_share
 from adaptiveload.training.metrics import StepMeasurement, cost_error
@@ -51,6 +52,7 @@ MORE = (
     ("idle share planned", "idle_share_planned", ".4f"),
     ("CV where ranks meet", "measured_cv", ".4f"),
     ("slot CV", "slot_time_cv", ".4f"),
+    ("blocks recomputed", "recomputed_share", ".2f"),
     ("cost error", "cost_error", ".3f"),
     ("work law's error", "work_law_error", ".3f"),
 )
@@ -121,6 +123,7 @@ def summarize(
         "slots_per_step": float(np.mean([plan.num_slots for plan in counted])),
         "tokens_per_sample": float(tokens.sum() / samples),
         "step_s": float(step_s.mean()),
+        "recomputed_share": float(np.mean([plan.recomputed.mean() for plan in counted])) / ALL_BLOCKS,
         "cost_error": float(np.median(errors[warmup:])),
         "cost_error_by_step": [round(error, 4) for error in errors],
         "memory_peak_gib": float(peaks.max()),

@@ -93,6 +93,9 @@ def test_parts_run_and_a_bad_one_is_a_row(run_config: Path, tmp_path: Path) -> N
     subprocess.run([*command, "--output", str(tmp_path)], cwd=ROOT, env=environment(), check=True, capture_output=True)
     rows = json.loads((tmp_path / "step.json").read_text())["rows"]
     assert [(row["part"], row["recompute"], "error" in row) for row in rows] == [
-        ("bound", "none", False), ("ours", "bogus", True), ("ours", "attention:500", False), ("diffusers", "full", False),
-    ]  # fmt: skip
+        ("bound", "none", False),
+        ("ours", "bogus", True),
+        ("ours", "attention:500", False),
+        ("diffusers", "full", False),
+    ]
     assert "kernel" in (tmp_path / "profile-ours-attention-500-2x16.txt").read_text()
