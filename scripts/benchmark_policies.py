@@ -1,8 +1,23 @@
-"""Train a few steps under each scheduling policy on synthetic latents: planned against measured imbalance.
+"""Train a few steps under each scheduling policy on synthetic latents: the paper's table, measured.
 
 accelerate launch --config_file configs/accelerate/1node.yaml --num_processes 8 -m scripts.benchmark_policies \
     configs/wan_1_3b.yaml --mix configs/mixes/mixed.yaml --cost costs.yaml --samples-per-rank 16 --steps 12 \
-    --budget-minutes 8 --output out
+    --kernels reference cuda --recompute full auto --meet step --peer --same-samples --budget-minutes 8 --output out
+
+Every policy runs with each of `--kernels`, `--recompute` and `--meet`; `--peer` adds the plain trainer that people
+write (diffusers, FSDP2, full checkpointing, equal_token, ranks meeting at the slot). The result is `policies.md` and
+`policies.json`, rewritten after every step, and a picture of the steps, `policies.png`, after every row.
+
+Tokens/s of rows compare only where their samples do. Over a few steps policies draw different ones: the bucket policies
+leave long clips in their queues until a bucket is full, and a token of a long clip takes several times as long. Two
+ways out:
+
+- `--same-samples`: the order is an epoch of steps x samples-per-rank x ranks samples, the same for all, and every
+  policy runs it whole. The bucket policies then also run their partial buckets at its end, and fillers where a rank has
+  none left: a price that an epoch of millions of samples does not show.
+- `tokens/s on the mix`, in every table: the samples that ran are priced by one law, fitted to all micro-batches of this
+  run (of one model, kernels and recompute), their price over ranks x wall seconds is the useful share, and that share
+  is turned into tokens/s of the mix as a whole. Over many steps it is tokens/s; over few it is much less noisy.
 """
 
 import os
@@ -12,21 +27,25 @@ os.environ.setdefault("TORCHINDUCTOR_MIX_ORDER_REDUCTION", "0")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
+import gc
+import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import pyplot as plt
 
-from adaptiveload.scheduling.cost import PowerCost, TwoTermCost, analytic_prior
-from adaptiveload.scheduling.cost_file import LAWS, CostFile
-from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
+from adaptiveload.kernels.backends import CHOICES, VARIABLE
+from adaptiveload.scheduling.cost import PowerCost, TwoTermCost
+from adaptiveload.scheduling.cost_file import LAWS
+from adaptiveload.scheduling.metrics import load_cv
 from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import POLICIES, Policy, ScheduleConfig, build_policy
@@ -34,30 +53,23 @@ from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.simulation import MEASURED_PART, Simulation
 from adaptiveload.scheduling.updates import CostHistory
 from adaptiveload.training.adaptation import Adaptation
+from adaptiveload.training.benchmark_trainers import (
+    BenchmarkTrainer,
+    DiffusersTrainer,
+    OwnTrainer,
+    run_plan,
+    shapes_of,
+)
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.cost import model_dims, resolve_gpu
-from adaptiveload.training.distributed import Ranks, clip_gradients, finish_ranks, reshard, start_ranks
-from adaptiveload.training.live_step import build_model, run_micro_batch
-from adaptiveload.training.metrics import RankMeasurement, StepMeasurement, cost_error, gather_measurements
-from adaptiveload.training.schedule import model_geometry, resolve_meet
-from adaptiveload.training.synthetic import synthetic_batch, warm_up_attention
+from adaptiveload.training.cost import build_models, device_memory_bytes, model_dims, resolve_gpu, resolve_memory
+from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
+from adaptiveload.training.figures import policies_figure
+from adaptiveload.training.metrics import PEAK_FLOPS, StepMeasurement, cost_error
+from adaptiveload.training.policy_table import NAMES, Mix, Row, markdown, rate_rows, summarize
+from adaptiveload.training.schedule import model_geometry, resolve_meet, trained_share
 
 EPOCH_SAMPLES_PER_RANK = 30_000  # as the simulator: the paper's large buckets fill late
-TABLE = (
-    ("steps", "num_steps", "d"),
-    ("planned load CV", "load_cv", ".4f"),
-    ("measured CV where ranks meet", "measured_cv", ".4f"),
-    ("measured step-time CV", "step_time_cv", ".4f"),
-    ("measured slot CV", "slot_time_cv", ".4f"),
-    ("idle share planned", "idle_share_planned", ".4f"),
-    ("idle share measured", "idle_share", ".4f"),
-    ("tokens/s", "tokens_per_s", ",.0f"),
-    ("relative", "tokens_per_s_relative", ".2f"),
-    ("samples a step", "samples_per_step", ".1f"),
-    ("seconds a step", "step_s", ".3f"),
-    ("cost error", "cost_error", ".3f"),
-    ("peak GiB", "memory_peak_gib", ".1f"),
-)
+AS_IS = "default"  # of --kernels: what the environment says
 
 
 @dataclass
@@ -70,6 +82,22 @@ class SyntheticSchedule:
     meet: str
     settings: ScheduleConfig
     history: CostHistory
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    model: str
+    kernels: str
+    recompute: str
+    meet: str
+    policy: str
+
+    @property
+    def title(self) -> str:
+        """For a reader."""
+        return ", ".join(getattr(self, name) for name in NAMES)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,68 +115,138 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(
-        description="Planned against measured imbalance of each policy, synthetic latents."
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="YAML of the run whose model, precision and schedule count")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys")
     parser.add_argument("--mix", default="configs/mixes/mixed.yaml", help="YAML of shapes and their shares")
     parser.add_argument("--cost", type=Path, help="cost file (default: the prior from FLOPs)")
     parser.add_argument("--law", choices=LAWS, default="two_term")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(reversed(POLICIES)))
+    parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(reversed(POLICIES)))
+    parser.add_argument("--kernels", nargs="+", choices=(AS_IS, *CHOICES), default=[AS_IS], help=f"as {VARIABLE}")
+    parser.add_argument("--recompute", nargs="+", help="as schedule.recompute (default: the configuration's)")
+    parser.add_argument("--meet", nargs="+", choices=("slot", "step"), help="default: the configuration's")
+    parser.add_argument("--peer", action="store_true", help="a row of the plain diffusers trainer, last")
+    parser.add_argument("--same-samples", action="store_true", help="all rows run one finite set of samples, whole")
     parser.add_argument("--samples-per-rank", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of each policy (default 12)")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of each row (default 12)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them that do not count (default 2)")
     parser.add_argument(
         "--budget-minutes",
         type=float,
         default=math.inf,
-        help="start-up included; what is left goes evenly to the policies left, which take fewer steps (at least one)",
+        help="start-up included; what is left goes evenly to the rows left, which take fewer steps (at least one)",
     )
     parser.add_argument("--scale-b2", type=float, default=1.0, help="make the cost law wrong: b2 (or b) times this")
     parser.add_argument("--adaptive", action="store_true", help="refit while it runs, as training does")
-    parser.add_argument("--output", type=Path, required=True, help="folder for policies.json and policies.md")
-    return parser.parse_intermixed_args(arguments)
+    parser.add_argument("--output", type=Path, required=True, help="folder for policies.json, .md and .png")
+    options = parser.parse_intermixed_args(arguments)
+    if options.adaptive and options.same_samples:
+        parser.error("--adaptive changes the steps while they run: leave out --same-samples")
+    if not options.policies and not options.peer:
+        parser.error("nothing to measure: name --policies or --peer")
+    return options
+
+
+def cases_of(options: argparse.Namespace, config: RunConfig, meet: str) -> list[Case]:
+    """All rows, those that differ in the policy alone side by side; the plain trainer last."""
+    cases = [
+        Case(OwnTrainer.name, *of_arm)
+        for of_arm in itertools.product(
+            options.kernels, options.recompute or [config.schedule.recompute], options.meet or [meet], options.policies
+        )
+    ]
+    if options.peer:
+        cases.append(Case(DiffusersTrainer.name, "none", "full", "slot", "equal_token"))
+    return cases
 
 
 def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, end: float) -> None:
-    """Measure each policy on one model, until the time `end`, and write the table after every step."""
+    """Measure each row, until the time `end`, and write the table after every step."""
     gpu = resolve_gpu(config.cost, ranks.device)
-    meet = resolve_meet(config, gpu, ranks.device)
-    law: TwoTermCost | PowerCost
-    law = (
-        CostFile.read(options.cost).law(options.law)
-        if options.cost
-        else analytic_prior(model_dims(config.model), gpu, config.schedule.recompute)
-    )
-    name = "b2_us" if isinstance(law, TwoTermCost) else "b_us"
-    law = replace(law, **{name: getattr(law, name) * options.scale_b2})
+    cases = cases_of(options, config, resolve_meet(config, gpu, ranks.device))
     num_samples = EPOCH_SAMPLES_PER_RANK * ranks.world_size
     table = SampleTable.from_mix(options.mix, num_samples, config.schedule.seed, model_geometry(config.model))
     # As `synthetic_batch` makes them.
     text_lens = np.full(len(table), config.model.text_len, np.int32)
     table = replace(table, text_len=text_lens, text_joins=model_dims(config.model).text_joins)
-    order = EndlessOrder(np.arange(len(table)), config.schedule.seed)
-    simulation = Simulation(table, order, law, ranks.world_size, meet)
-    base = replace(config.schedule, samples_per_step=options.samples_per_rank * ranks.world_size)
+    order = EndlessOrder(sample_ids(options, num_samples, ranks.world_size), config.schedule.seed)
     say(ranks, ranks.describe())
-    parts = build_model(config, ranks)
-    results: list[dict[str, Any]] = []
-    for number, policy in enumerate(options.policies):
-        schedule_config = simulation.resolved(replace(base, policy=policy))
-        history = CostHistory(law)
-        planner = build_policy(schedule_config, table, order, history, ranks.world_size, meet)
-        schedule = SyntheticSchedule(table, order, planner, meet, schedule_config, history)
+    rows: list[Row] = []
+    trainer: BenchmarkTrainer | None = None
+    for number, case in enumerate(cases):
+        if trainer is None or trainer.name != case.model:
+            trainer = None  # the memory of one must not count as the other's
+            gc.collect()
+            if ranks.device.type == "cuda":
+                torch.cuda.empty_cache()
+            kind: Callable[..., BenchmarkTrainer] = OwnTrainer if case.model == OwnTrainer.name else DiffusersTrainer
+            trainer = kind(config, ranks)
+            ranks.take_memory_peak_gib()
+        with_kernels(case.kernels)
+        schedule, law = make_schedule(case, table, order, options, config, ranks, gpu)
         now = time.monotonic()
-        policy_end = now + (end - now) / (len(options.policies) - number)
-        results.append({})
-        for figures in measure(schedule, law, policy_end, options, config, ranks, *parts):
-            results[-1] = figures
-            figures["tokens_per_s_relative"] = figures["tokens_per_s"] / results[0]["tokens_per_s"]
+        row_end = now + (end - now) / (len(cases) - number)
+        rows.append({})
+        for figures in measure(schedule, law, row_end, options, config, ranks, trainer):
+            rows[-1] = vars(case) | figures
             if ranks.is_main:  # a command that is cut leaves what it has
-                write_results(results, options, config, ranks, law)
+                write_results(rows, options, config, ranks, table, law)
+        if ranks.is_main:
+            draw(rows, options)
     if ranks.is_main:
         print((options.output / "policies.md").read_text())
+
+
+def sample_ids(options: argparse.Namespace, num_samples: int, ranks: int) -> np.ndarray:
+    """Samples of an epoch: all, or as many as the steps take, spread over the table, which may be sorted by length."""
+    if not options.same_samples:
+        return np.arange(num_samples)
+    wanted = options.steps * options.samples_per_rank * ranks
+    if wanted > num_samples:
+        raise ValueError(f"--same-samples: {wanted} samples are more than the mix has here, {num_samples}")
+    return np.arange(wanted) * (num_samples // wanted)
+
+
+def with_kernels(choice: str) -> None:
+    """Have AdaLN computed as `choice` says from here on."""
+    if choice in CHOICES:
+        os.environ[VARIABLE] = choice
+
+
+def make_schedule(
+    case: Case,
+    table: SampleTable,
+    order: EndlessOrder,
+    options: argparse.Namespace,
+    config: RunConfig,
+    ranks: Ranks,
+    gpu: str,
+) -> tuple[SyntheticSchedule, TwoTermCost | PowerCost]:
+    """The policy of a row over the samples, and the law that it plans with."""
+    settings = replace(
+        config.schedule,
+        policy=case.policy,
+        recompute=case.recompute,
+        samples_per_step=options.samples_per_rank * ranks.world_size,
+        rank_speed=config.schedule.rank_speed if options.adaptive else "off",
+    )
+    cost = replace(config.cost, file=str(options.cost) if options.cost else None, law=options.law, allow_mismatch=True)
+    models = build_models(
+        replace(config, schedule=settings, cost=cost),
+        gpu,
+        ranks.device,
+        meet=case.meet,
+        ranks=ranks.world_size,
+        seq_lens=np.unique(table.computed_tokens()).tolist(),
+        trained_share=trained_share(config),
+    )
+    settings = resolve_memory(settings, models, device_memory_bytes(gpu, ranks.device))
+    name = "b2_us" if isinstance(models.cost, TwoTermCost) else "b_us"
+    law = replace(models.cost, **{name: getattr(models.cost, name) * options.scale_b2})
+    settings = Simulation(table, order, law, ranks.world_size, case.meet).resolved(settings)
+    history = CostHistory(law)
+    policy = build_policy(settings, table, order, history, ranks.world_size, case.meet)
+    return SyntheticSchedule(table, order, policy, case.meet, settings, history), law
 
 
 def measure(
@@ -158,166 +256,116 @@ def measure(
     options: argparse.Namespace,
     config: RunConfig,
     ranks: Ranks,
-    *parts: Any,
-) -> Iterator[dict[str, Any]]:
-    """Figures of one policy after each measured step; no step begins that would not end by the time `end`."""
+    trainer: BenchmarkTrainer,
+) -> Iterator[Row]:
+    """Figures of one row after each measured step; no step begins that would not end by the time `end`."""
     adaptive = replace(config.cost, adaptive=options.adaptive)
-    if not options.adaptive:
-        schedule.settings = replace(schedule.settings, rank_speed="off")
     adaptation = Adaptation(adaptive, schedule, law, ranks, plans_ahead=0)
-    # Full buckets alone: the paper's policies start with the small ones.
-    first = int(MEASURED_PART[0] * schedule.policy.steps_in_first_epoch)
-    steps = range(first, first + options.warmup + options.steps)
-    warm_up(schedule, steps, config, ranks)
+    steps = steps_of(schedule, options)
+    began = time.perf_counter()
+    all_plans = [schedule.policy.plan(step) for step in steps]
+    calls = trainer.warm_up([shapes for plan in all_plans for shapes in shapes_of(plan, schedule.table, ranks.rank)])
+    name = schedule.settings.policy
+    say(ranks, f"{name}: {calls} attention calls planned in {time.perf_counter() - began:.1f} s")
     plans: list[StepPlan] = []
     measurements: list[StepMeasurement] = []
-    for step in steps:
+    for number, step in enumerate(steps):
         # The dearest step so far, the first of all apart: it allocates.
         dearest_s = max((float(measured.step_s.max()) for measured in measurements[1:]), default=0.0)
-        if len(plans) > options.warmup and ranks.seconds_until(end) < dearest_s:
-            say(ranks, f"{schedule.settings.policy}: the budget ends its steps at {len(plans) - options.warmup}")
+        if number > options.warmup and ranks.seconds_until(end) < dearest_s:
+            done = number - options.warmup
+            say(ranks, f"{name}: the budget ends its steps at {done} of {len(steps) - options.warmup}")
             return
         plan = schedule.policy.plan(step)
-        measured = run_step(plan, schedule, config, ranks, *parts)
+        measured = run_plan(trainer, plan, schedule.table, ranks, config.optimizer.max_grad_norm)
         for line in adaptation.after_step(plan, measured.busy_s):
             say(ranks, f"  {line}")
         say(
             ranks,
-            f"{schedule.settings.policy} step {step - first}: {measured.step_s.max():.3f} s, "
+            f"{name} step {number}: {measured.step_s.max():.3f} s, "
             f"{plan.num_slots} slots, CV planned {load_cv(plan.costs_us, plan.meet):.4f} measured "
             f"{load_cv(measured.busy_s, plan.meet):.4f}, cost error {cost_error(plan, measured.busy_s):.3f}",
         )
         plans.append(plan)
         measurements.append(measured)
-        if len(plans) > options.warmup:
-            yield summarize(schedule, plans, measurements, options.warmup)
+        if number >= options.warmup:
+            device_bytes = device_memory_bytes("", ranks.device)
+            limit = schedule.settings.memory_limit_tokens or 1
+            figures = summarize(plans, measurements, options.warmup, schedule.table, limit, device_bytes)
+            figures["is_complete"] = number == len(steps) - 1
+            yield figures | {"updates": [update.from_step for update in schedule.history.updates]}
 
 
-def warm_up(schedule: SyntheticSchedule, steps: range, config: RunConfig, ranks: Ranks) -> None:
-    """Let cuDNN plan the attention calls of all steps first."""
-    began = time.perf_counter()
-    lengths = [
-        schedule.table.num_tokens[plan.sample_ids[list(members)]].tolist()
-        for plan in map(schedule.policy.plan, steps)
-        for members in plan.micro_batches(ranks.rank)
-        if members
-    ]
-    calls = warm_up_attention(lengths, config.model, ranks.device, config.precision)
-    say(ranks, f"{schedule.settings.policy}: {calls} attention calls planned in {time.perf_counter() - began:.1f} s")
-
-
-def run_step(
-    plan: StepPlan, schedule: SyntheticSchedule, config: RunConfig, ranks: Ranks, *parts: Any
-) -> StepMeasurement:
-    """One optimizer step of the plan on random latents."""
-    model, timer, optimizer = parts
-    geometry, table = model_geometry(config.model), schedule.table
-    micro_batches = plan.micro_batches(ranks.rank)
-    batches = [
-        synthetic_batch(
-            [table.shapes[table.shape_ids[plan.sample_ids[i]]] for i in members], geometry, config.model, ranks.device
-        )
-        for members in micro_batches
-    ]
-    ranks.barrier()
-    began = time.perf_counter()
-    timer.start_step()
-    loss_sum = 0.0
-    for g, batch in enumerate(batches):
-        losses = run_micro_batch(
-            model,
-            timer,
-            batch,
-            scale=ranks.world_size / plan.normalizer,
-            meet=plan.meet,
-            is_last=g == len(batches) - 1,
-            recompute=plan.recompute,
-            permille=int(plan.recomputed[g, ranks.rank]),
-        )
-        loss_sum = loss_sum + losses.sum()
-    reshard(model)
-    clip_gradients(optimizer, config.optimizer.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    busy_s = timer.busy_s()
-    step_s = time.perf_counter() - began
-    mine = RankMeasurement(float(loss_sum), step_s, 0.0, ranks.take_memory_peak_gib(), 0, busy_s)
-    return gather_measurements(ranks, plan, mine)
-
-
-def summarize(
-    schedule: SyntheticSchedule, plans: list[StepPlan], measurements: list[StepMeasurement], warmup: int
-) -> dict[str, Any]:
-    """Figures of the steps after the warm-up; cost errors of all of them, in order."""
-    errors = [cost_error(plan, measured.busy_s) for plan, measured in zip(plans, measurements, strict=True)]
-    plans, measurements = plans[warmup:], measurements[warmup:]
-    meet = schedule.meet
-    planned = np.concatenate([where_ranks_meet(plan.costs_us, meet) for plan in plans])
-    busy = np.concatenate([where_ranks_meet(measured.busy_s, meet) for measured in measurements])
-    step_s = np.array([measured.step_s.max() for measured in measurements])
-    return {
-        "policy": schedule.settings.policy,
-        "num_steps": len(plans),
-        "meet": meet,
-        "load_cv": load_cv(planned, "slot"),
-        "measured_cv": load_cv(busy, "slot"),
-        "step_time_cv": float(np.mean([load_cv(measured.busy_s, "step") for measured in measurements])),
-        "slot_time_cv": float(np.mean([load_cv(measured.busy_s, "slot") for measured in measurements])),
-        "idle_share_planned": idle_share(planned, "slot"),
-        "idle_share": idle_share(busy, "slot"),
-        "tokens_per_s": sum(int(plan.num_tokens.sum()) for plan in plans) / float(step_s.sum()),
-        "samples_per_step": float(np.mean([plan.num_samples for plan in plans])),
-        "slots_per_step": float(np.mean([plan.num_slots for plan in plans])),
-        "step_s": float(step_s.mean()),
-        "cost_error": float(np.median(errors[warmup:])),
-        "cost_error_by_step": [round(error, 4) for error in errors],
-        "memory_peak_gib": max(float(measured.memory_peak_gib.max()) for measured in measurements),
-        "updates": [update.from_step for update in schedule.history.updates],
-        "steps": [
-            {"costs_us": plan.costs_us.tolist(), "busy_s": np.round(measured.busy_s, 6).tolist()}
-            for plan, measured in zip(plans, measurements, strict=True)
-        ],
-    }
+def steps_of(schedule: SyntheticSchedule, options: argparse.Namespace) -> list[int]:
+    """Steps to run, the warm-up first: an epoch and some of its steps before it, or the midst of a long epoch."""
+    total = schedule.policy.steps_in_first_epoch
+    if options.same_samples:
+        return [*((total // 2 + step) % total for step in range(options.warmup)), *range(total)]
+    # Full buckets alone: the paper's policies start with the small ones.
+    first = int(MEASURED_PART[0] * total)
+    return list(range(first, first + options.warmup + options.steps))
 
 
 def write_results(
-    results: list[dict[str, Any]],
+    rows: list[Row],
     options: argparse.Namespace,
     config: RunConfig,
     ranks: Ranks,
+    table: SampleTable,
     law: TwoTermCost | PowerCost,
 ) -> None:
-    """`policies.json` with everything, `policies.md` with the table."""
+    """`policies.json` with everything, `policies.md` with the tables, `policies.png` with the steps."""
     options.output.mkdir(parents=True, exist_ok=True)
-    about = {
+    rate_rows(rows, mix_of(table, config, ranks), ranks.world_size)
+    about: dict[str, Any] = {
         "world_size": ranks.world_size,
         "mix": str(options.mix),
         "memory_limit_tokens": config.schedule.memory_limit_tokens,
         "samples_per_rank": options.samples_per_rank,
+        "same_samples": options.same_samples,
         "cost": {"law": type(law).__name__, **vars(law), "scale_b2": options.scale_b2, "adaptive": options.adaptive},
         "device": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu",
         "torch": torch.__version__,
     }
-    (options.output / "policies.json").write_text(json.dumps({**about, "policies": results}, indent=1))
+    (options.output / "policies.json").write_text(json.dumps({**about, "policies": rows}, indent=1))
+    samples = "the same samples for all" if options.same_samples else "each its own samples"
     head = (
         f"{ranks.world_size} x {about['device']}, {Path(options.mix).stem}, {options.samples_per_rank} samples a rank, "
-        f"{about['memory_limit_tokens']} tokens, ranks meet every {results[0]['meet']}"
+        f"{about['memory_limit_tokens'] or 'fitted'} tokens, ranks meet every {rows[0]['meet']}, {samples}"
     )
-    lines = [
-        head,
-        "",
-        "| policy | " + " | ".join(title for title, _, _ in TABLE) + " |",
-        "|---" * (len(TABLE) + 1) + "|",
-    ]
-    lines += [
-        f"| {row['policy']} | " + " | ".join(format(row[key], form) for _, key, form in TABLE) + " |" for row in results
-    ]
+    text = markdown(head, rows)
+    cut = [row["policy"] for row in rows if options.same_samples and not row["is_complete"]]
+    if cut:
+        text += f"\nCut by the budget, so not of the same samples: {', '.join(cut)}.\n"
     if options.adaptive:
-        lines += ["", "Median error of a micro-batch's planned time, step by step:", ""]
-        lines += [
-            f"- {row['policy']}: " + " ".join(f"{error:.3f}" for error in row["cost_error_by_step"]) for row in results
-        ]
-    (options.output / "policies.md").write_text("\n".join(lines) + "\n")
+        text += "\nMedian error of a micro-batch's planned time, step by step:\n\n"
+        errors = {row["policy"]: " ".join(f"{error:.3f}" for error in row["cost_error_by_step"]) for row in rows}
+        text += "".join(f"- {policy}: {numbers}\n" for policy, numbers in errors.items())
+    (options.output / "policies.md").write_text(text)
+
+
+def draw(rows: list[Row], options: argparse.Namespace) -> None:
+    """`policies.png`: what each rank did in the steps of every row."""
+    titles = [
+        f"{', '.join(str(row[name]) for name in NAMES)}: {row['tokens_per_s_on_mix']:,.0f} tokens/s on the mix, "
+        f"idle {row['idle_share']:.3f}"
+        for row in rows
+    ]
+    figure = policies_figure(rows, titles)
+    figure.savefig(options.output / "policies.png", dpi=100)
+    plt.close(figure)
+
+
+def mix_of(table: SampleTable, config: RunConfig, ranks: Ranks) -> Mix:
+    """What the table's samples are worth; their FLOPs only on a device whose peak is known."""
+    name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+    peak = next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+    if peak is None:
+        return Mix(table.num_tokens, table.computed_tokens(), None, None)
+    dims = model_dims(config.model)
+    lengths, counts = np.unique(table.num_tokens, return_counts=True)
+    flops = [dims.train_flops(int(length), config.model.text_len) for length in lengths]
+    return Mix(table.num_tokens, table.computed_tokens(), float(np.average(flops, weights=counts)), peak)
 
 
 def say(ranks: Ranks, text: str) -> None:

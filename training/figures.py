@@ -15,6 +15,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from adaptiveload.scheduling.metrics import where_ranks_meet
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
 Record = dict[str, Any]
@@ -150,6 +151,37 @@ def busy_figure(steps: Sequence[int], busy_s: np.ndarray) -> Figure:
     below.set_title("The same against the mean of the step's ranks: red is late, blue is early")
     below.set_xlabel("step" if width == 1 else f"step; a column is the mean of {width} steps")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def policies_figure(rows: Sequence[Record], titles: Sequence[str]) -> Figure:
+    """Busy seconds by rank over the steps of each row, waiting shaded; a line ends a step.
+
+    Args:
+        rows: With `meet` and `steps`, of which each has `busy_s` [G, R] and its wall seconds `step_s`. What a step
+            takes beyond its meetings (collectives, optimizer) is left white.
+        titles: One a row.
+    """
+    num_ranks = [len(row["steps"][0]["busy_s"][0]) for row in rows]
+    figure, all_axes = plt.subplots(
+        len(rows), 1, figsize=(12, 0.6 + sum(0.75 + 0.25 * num for num in num_ranks)), sharex=True, squeeze=False,
+        layout="constrained", gridspec_kw={"height_ratios": [0.75 + 0.25 * num for num in num_ranks]},
+    )  # fmt: skip
+    for axes, row, title, num in zip(all_axes[:, 0], rows, titles, num_ranks, strict=True):
+        start = 0.0
+        for step in row["steps"]:
+            left = start
+            for busy in where_ranks_meet(step["busy_s"], row["meet"]):
+                axes.barh(range(num), busy.max(), left=left, height=0.8, color="#e3b5a4")
+                axes.barh(range(num), busy, left=left, height=0.8, color="#3d6b8f")
+                left += busy.max()
+            start += max(step["step_s"], left - start)
+            axes.axvline(start, color="black", linewidth=0.6)
+        axes.set_yticks(range(num), [f"rank {rank}" for rank in range(num)], fontsize=7)
+        axes.invert_yaxis()
+        axes.set_title(title, fontsize=9, loc="left")
+    all_axes[-1, 0].set_xlabel("seconds; dark: a rank works, light: it waits for the others")
+    all_axes[-1, 0].set_xlim(left=0)
     return figure
 
 

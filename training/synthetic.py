@@ -28,11 +28,22 @@ def synthetic_batch(
 
 
 def warm_up_attention(
-    micro_batches: Iterable[Sequence[int]], model: ModelConfig, device: torch.device, precision: str
+    micro_batches: Iterable[Sequence[int]],
+    model: ModelConfig,
+    device: torch.device,
+    precision: str,
+    planned: set[AttentionBatch] | None = None,
 ) -> int:
     """Run each dense attention call that these micro-batches (lengths of their samples) will make, once.
 
     cuDNN plans every new batch size and length for 0.1 to 0.2 s, which is no part of what a schedule costs.
+
+    Args:
+        micro_batches: Lengths of the samples of each.
+        model: Sizes of the model.
+        device: Where it computes.
+        precision: "bf16" or "fp32".
+        planned: Calls that need no more, from earlier; what is run here is added.
 
     Returns:
         Calls that were run; 0 on CPU, where nothing is planned.
@@ -46,6 +57,7 @@ def warm_up_attention(
         offsets = torch.tensor([0, *(length + joined for length in sorted(lengths))], dtype=torch.int32).cumsum(0)
         for key_len in (None,) if joined else (None, model.text_len):
             calls |= set(attention_batches(offsets, key_len))
+    calls -= planned or set()
     heads = (model.num_attention_heads, model.attention_head_dim)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for call in sorted(calls):
@@ -54,6 +66,8 @@ def warm_up_attention(
         packed_attention(*tensors, [call]).sum().backward()
         if joined:
             JOINT_PLANS.add(call)
+    if planned is not None:
+        planned |= calls
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return len(calls)

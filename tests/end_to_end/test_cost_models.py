@@ -1,5 +1,6 @@
 """Benchmark, fit, policy table and adaptation on two CPU ranks, as a user runs them."""
 
+import itertools
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from adaptiveload.scheduling.cost import analytic_prior
 from adaptiveload.scheduling.cost_file import CostFile
@@ -145,15 +147,29 @@ def test_policies_are_measured_side_by_side(cost_file: Path, run_config: Path, t
     assert "balanced: the budget ends its steps at 1" in launch_module("benchmark_policies", run_config, *short).stdout
     rows = json.loads((tmp_path / "policies.json").read_text())["policies"]
     assert [row["num_steps"] for row in rows] == [1, 1, 1]
-    launch_module("benchmark_policies", run_config, *options, "--steps", 3, "--warmup", 1, "--output", tmp_path)
-    document = json.loads((tmp_path / "policies.json").read_text())
-    assert [row["policy"] for row in document["policies"]] == ["equal_token", "dual_constraint", "balanced"]
-    for row in document["policies"]:
-        assert row["tokens_per_s"] > 0
+    whole = (*options, "--steps", 3, "--warmup", 1, "--samples-per-rank", 8, "--same-samples", "--output", tmp_path)
+    arms = ("--recompute", "none", "full", "--policies", "equal_token", "balanced", "--peer", "precision=bf16")
+    launch_module("benchmark_policies", run_config, *whole, *arms)
+    rows = json.loads((tmp_path / "policies.json").read_text())["policies"]
+    ours = ["equal_token", "balanced"]
+    assert [row["policy"] for row in rows] == [*ours, *ours, "equal_token"]
+    assert [row["recompute"] for row in rows] == [*["none"] * 2, *["full"] * 3]
+    assert [row["model"] for row in rows] == [*["adaptiveload"] * 4, "diffusers"]
+    samples = [sorted(itertools.chain(*(step["seq_lens"] for step in row["steps"]))) for row in rows]
+    assert len(samples[0]) == 3 * 8 * 2
+    for row, of_row in zip(rows, samples, strict=True):
+        assert of_row == samples[0]
+        assert row["is_complete"]
         assert 0 <= row["load_cv"] < 1
         assert 0 <= row["step_time_cv"] < 1
-        assert len(row["steps"]) == 3
-    assert (tmp_path / "policies.md").read_text().count("|\n") == 5
+        assert row["useful_share"] > 0
+        # Of the same samples: what they are worth on the mix is one factor for all rows that share a law.
+        peer = next(other for other in rows if all(other[key] == row[key] for key in ("model", "recompute")))
+        factors = [each["tokens_per_s_on_mix"] / each["tokens_per_s"] for each in (row, peer)]
+        assert factors[0] == pytest.approx(factors[1], rel=1e-4)  # microseconds are rounded
+    assert (tmp_path / "policies.md").read_text().count("|\n") == 2 * (2 + 5)
+    with Image.open(tmp_path / "policies.png") as picture:
+        assert picture.height > 500
     wrong = (*options, "--steps", 17, "--policies", "balanced", "--scale-b2", 30, "--adaptive", "--output", tmp_path)
     launch_module("benchmark_policies", run_config, *wrong)
     (row,) = json.loads((tmp_path / "policies.json").read_text())["policies"]

@@ -1,0 +1,198 @@
+"""Figures of measured steps of scheduling policies, and the table that holds them side by side.
+
+Tokens/s of a few steps say what was drawn as much as how fast it ran. So every row also has its useful share, which
+prices samples by one law for all rows of a model, its kernels and its recompute setting (`scheduling/useful_work.py`),
+and the tokens/s that this share gives on the mix itself. A law is fitted per such arm, because these change what a
+token costs; within an arm the policies share it, so that one that recomputes more or packs worse shows it as a lower
+share.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
+from adaptiveload.scheduling.plan import StepPlan
+from adaptiveload.scheduling.recompute import ALL_BLOCKS
+from adaptiveload.scheduling.samples import SampleTable
+from adaptiveload.scheduling.useful_work import fit_work, power_sums, rate_on_mix, useful_share
+from adaptiveload.training.metrics import StepMeasurement, cost_error
+
+Row = dict[str, Any]
+ARM = ("model", "kernels", "recompute")  # rows that agree in these share a law of work
+NAMES = ("model", "policy", "kernels", "recompute", "meet")
+MAIN = (
+    ("tokens/s on the mix", "tokens_per_s_on_mix", ",.0f"),
+    ("relative", "relative", ".3f"),
+    ("useful share", "useful_share", ".3f"),
+    ("MFU on the mix", "mfu_on_mix", ".3f"),
+    ("tokens/s", "tokens_per_s", ",.0f"),
+    ("5th percentile", "tokens_per_s_step_p5", ",.0f"),
+    ("minimum", "tokens_per_s_step_min", ",.0f"),
+    ("samples/s", "samples_per_s", ".2f"),
+    ("load CV", "load_cv", ".4f"),
+    ("step-time CV", "step_time_cv", ".4f"),
+    ("idle share", "idle_share", ".4f"),
+    ("peak GiB", "memory_peak_gib", ".1f"),
+    ("mean peak GiB", "memory_mean_gib", ".1f"),
+    ("of the GPU", "memory_share", ".3f"),
+    ("of the token limit", "token_limit_share", ".3f"),
+    ("R with tokens", "pearson_tokens", ".3f"),
+    ("R with S^2", "pearson_squares", ".3f"),
+)
+MORE = (
+    ("steps", "num_steps", "d"),
+    ("samples a step", "samples_per_step", ".1f"),
+    ("slots a step", "slots_per_step", ".1f"),
+    ("mean tokens a sample", "tokens_per_sample", ",.0f"),
+    ("seconds a step", "step_s", ".3f"),
+    ("idle share planned", "idle_share_planned", ".4f"),
+    ("CV where ranks meet", "measured_cv", ".4f"),
+    ("slot CV", "slot_time_cv", ".4f"),
+    ("blocks recomputed", "recomputed_share", ".2f"),
+    ("cost error", "cost_error", ".3f"),
+    ("work law's error", "work_law_error", ".3f"),
+)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What rows are rated on.
+
+    Attributes:
+        num_tokens: int64 [samples], tokens of each sample of the mix.
+        seq_lens: int64 [samples], lengths that they are priced by.
+        flops: Mean model FLOPs of a sample, forward and backward; None where the device's peak is unknown.
+        peak_flops: Of one device, per second.
+    """
+
+    num_tokens: NDArray[np.int64]
+    seq_lens: NDArray[np.int64]
+    flops: float | None
+    peak_flops: float | None
+
+
+def summarize(
+    plans: Sequence[StepPlan],
+    measurements: Sequence[StepMeasurement],
+    warmup: int,
+    table: SampleTable,
+    token_limit: int,
+    device_bytes: int,
+) -> Row:
+    """Figures of the steps after the warm-up; cost errors of all of them, in order.
+
+    Args:
+        plans: Plans that ran.
+        measurements: What the ranks measured in each.
+        warmup: First steps that do not count.
+        table: Samples.
+        token_limit: Most tokens of a micro-batch.
+        device_bytes: Memory of one device.
+    """
+    errors = [cost_error(plan, measured.busy_s) for plan, measured in zip(plans, measurements, strict=True)]
+    pairs = list(zip(plans, measurements, strict=True))[warmup:]
+    counted = [plan for plan, _ in pairs]
+    meet = counted[0].meet
+    planned = np.concatenate([where_ranks_meet(plan.costs_us, meet) for plan in counted])
+    busy = np.concatenate([where_ranks_meet(measured.busy_s, meet) for _, measured in pairs])
+    step_s = np.array([measured.step_s.max() for _, measured in pairs])
+    tokens = np.array([int(plan.num_tokens.sum()) for plan in counted])
+    samples = sum(plan.num_samples for plan in counted)
+    peaks = np.array([measured.memory_peak_gib for _, measured in pairs])
+    steps = [_step_record(plan, measured, table) for plan, measured in pairs]
+    sums, seconds = micro_batches_of(steps)
+    fullest = [plan.num_tokens.max(axis=0) for plan in counted]
+    return {
+        "num_steps": len(counted),
+        "meet": meet,
+        "load_cv": load_cv(planned, "slot"),
+        "measured_cv": load_cv(busy, "slot"),
+        "step_time_cv": float(np.mean([load_cv(measured.busy_s, "step") for _, measured in pairs])),
+        "slot_time_cv": float(np.mean([load_cv(measured.busy_s, "slot") for _, measured in pairs])),
+        "idle_share_planned": idle_share(planned, "slot"),
+        "idle_share": idle_share(busy, "slot"),
+        "tokens_per_s": float(tokens.sum() / step_s.sum()),
+        "tokens_per_s_step_p5": float(np.percentile(tokens / step_s, 5)),
+        "tokens_per_s_step_min": float((tokens / step_s).min()),
+        "samples_per_s": samples / float(step_s.sum()),
+        "samples_per_step": samples / len(counted),
+        "slots_per_step": float(np.mean([plan.num_slots for plan in counted])),
+        "tokens_per_sample": float(tokens.sum() / samples),
+        "step_s": float(step_s.mean()),
+        "recomputed_share": float(np.mean([plan.recomputed.mean() for plan in counted])) / ALL_BLOCKS,
+        "cost_error": float(np.median(errors[warmup:])),
+        "cost_error_by_step": [round(error, 4) for error in errors],
+        "memory_peak_gib": float(peaks.max()),
+        "memory_mean_gib": float(peaks.mean()),
+        "memory_share": float(peaks.mean()) * 2**30 / device_bytes,
+        "token_limit_share": float(np.mean(fullest)) / token_limit,
+        "pearson_tokens": _pearson(sums[:, 1], seconds),
+        "pearson_squares": _pearson(sums[:, 2], seconds),
+        "steps": steps,
+    }
+
+
+def _step_record(plan: StepPlan, measured: StepMeasurement, table: SampleTable) -> Row:
+    lengths = table.computed_tokens(plan.sample_ids)
+    flat = [lengths[list(batch or ())] for slot in plan.slots for batch in slot]
+    return {
+        "costs_us": plan.costs_us.tolist(),
+        "busy_s": np.round(measured.busy_s, 6).tolist(),
+        "step_s": round(float(measured.step_s.max()), 6),
+        "recomputed": plan.recomputed.tolist(),  # thousandths of the blocks
+        "sums": power_sums(flat).reshape(*plan.costs_us.shape, 3).tolist(),  # [G, R]: samples, tokens, tokens squared
+        "seq_lens": np.sort(lengths).tolist(),
+    }
+
+
+def micro_batches_of(steps: Sequence[Row]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Power sums [n, 3] and busy seconds [n] of the micro-batches of `steps` that held samples."""
+    sums = np.concatenate([np.array(step["sums"], np.float64).reshape(-1, 3) for step in steps])
+    seconds = np.concatenate([np.array(step["busy_s"], np.float64).reshape(-1) for step in steps])
+    held = (sums[:, 0] > 0) & (seconds > 0)
+    return sums[held], seconds[held]
+
+
+def _pearson(values: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
+    """Correlation; NaN where one of both does not vary."""
+    if len(values) < 2 or not values.std() or not seconds.std():
+        return float("nan")
+    return float(np.corrcoef(values, seconds)[0, 1])
+
+
+def rate_rows(rows: Sequence[Row], mix: Mix, ranks: int) -> None:
+    """Fill in what needs all rows: useful share, tokens/s and MFU on the mix, and each beside the first row."""
+    arms = {tuple(row[key] for key in ARM) for row in rows}
+    for arm in arms:
+        members = [row for row in rows if tuple(row[key] for key in ARM) == arm]
+        law = fit_work(*micro_batches_of([step for row in members for step in row["steps"]]))
+        for row in members:
+            lengths = np.concatenate([step["seq_lens"] for step in row["steps"]])
+            share = useful_share(law, lengths, sum(step["step_s"] for step in row["steps"]), ranks)
+            rate = rate_on_mix(law, share, mix.num_tokens, mix.seq_lens, ranks)
+            row |= {"useful_share": share, "tokens_per_s_on_mix": rate}
+            row |= {"work_law": vars(law), "work_law_error": law.error, "mfu_on_mix": float("nan")}
+            if mix.flops is not None and mix.peak_flops is not None:
+                samples_per_s = rate / float(mix.num_tokens.mean())
+                row["mfu_on_mix"] = samples_per_s * mix.flops / ranks / mix.peak_flops
+    for row in rows:
+        row["relative"] = row["tokens_per_s_on_mix"] / rows[0]["tokens_per_s_on_mix"]
+
+
+def markdown(head: str, rows: Sequence[Row]) -> str:
+    """The heading, a table of what matters, and one of the rest."""
+    return "\n\n".join([head, *(_table(rows, columns) for columns in (MAIN, MORE))]) + "\n"
+
+
+def _table(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]]) -> str:
+    names = [name for name in NAMES if name == "policy" or len({row[name] for row in rows}) > 1]
+    lines = ["| " + " | ".join([*names, *(title for title, _, _ in columns)]) + " |"]
+    lines.append("|---" * (len(names) + len(columns)) + "|")
+    for row in rows:
+        cells = [*(str(row[name]) for name in names), *(format(row[key], form) for _, key, form in columns)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
