@@ -212,7 +212,7 @@ def packed_attention(
     queries = query.split([batch.num_queries for batch in batches])
     keys, values = (tensor.split([batch.num_keys for batch in batches]) for tensor in (key, value))
     backends = sdpa_kernel(CUDA_BACKENDS, set_priority=True) if query.is_cuda else nullcontext()
-    with backends, _CONTEXT_OF_CALL.get()():
+    with backends:
         outputs = [_attention(*call) for call in zip(batches, queries, keys, values, strict=True)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -223,13 +223,16 @@ def _attention(
     """[rows, H, hd] each, as [rows, H * hd]."""
     if isinstance(batch, VarlenBatch):
         ends = (batch.offsets, batch.offsets, batch.longest, batch.longest)
-        return varlen_attn(query, key, value, *ends).flatten(1)
-    dense = (tensor.unflatten(0, (batch.batch_size, -1)).transpose(1, 2) for tensor in (query, key, value))
-    output = F.scaled_dot_product_attention(*dense)  # [B, H, S, hd]
+        with _CONTEXT_OF_CALL.get()():
+            output = varlen_attn(query, key, value, *ends)
+        return output.flatten(1)
+    dense = [tensor.unflatten(0, (batch.batch_size, -1)).transpose(1, 2) for tensor in (query, key, value)]
+    with _CONTEXT_OF_CALL.get()():
+        output = F.scaled_dot_product_attention(*dense)  # [B, H, S, hd]
     return output.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-# What a call of `packed_attention` runs in while a checkpointed block runs, see `keep_attention`.
+# What an attention kernel runs in while a checkpointed block runs, see `keep_attention`.
 _CONTEXT_OF_CALL: ContextVar[Callable[[], AbstractContextManager[Any]]] = ContextVar("context", default=nullcontext)
 
 # The kernels behind `packed_attention`, of which the last is the CPU's. Where none fits (float64), attention is made of
@@ -248,7 +251,7 @@ def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
 
     They are two bytes a number beside the products that give them, of which attention's grow with the square of S.
     PyTorch's own contexts look at every operator, from Python; around a whole block they took longer than the block, so
-    each runs around one call of `packed_attention`.
+    they stand around each attention kernel alone.
     """
     to_come: deque[AbstractContextManager[Any]] = deque()
 

@@ -20,15 +20,14 @@ from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.mmdit import MMDiTConfig
 from adaptiveload.scheduling.cost import analytic_prior
 from adaptiveload.scheduling.order import EndlessOrder
-from adaptiveload.scheduling.policies import build_policy
+from adaptiveload.scheduling.policies import Policy, build_policy
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.updates import CostHistory
+from adaptiveload.training.benchmark_trainers import OwnTrainer, run_plan
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
-from adaptiveload.training.live_step import build_model
 from adaptiveload.training.schedule import model_geometry, resolve_meet
-from scripts.benchmark_policies import SyntheticSchedule, run_step
 
 
 def adaln_sites(model: ModelConfig) -> tuple[int, int]:
@@ -38,8 +37,8 @@ def adaln_sites(model: ModelConfig) -> tuple[int, int]:
     return 3 * model.num_layers, 1
 
 
-def synthetic_schedule(mix: str, config: RunConfig, ranks: Ranks) -> SyntheticSchedule:
-    """Steps of `mix` as `config` plans them, priced by the prior."""
+def synthetic_policy(mix: str, config: RunConfig, ranks: Ranks) -> tuple[Policy, SampleTable]:
+    """Plans steps of `mix` by `config`, priced by the prior; and the samples."""
     gpu = resolve_gpu(config.cost, ranks.device)
     meet = resolve_meet(config, gpu, ranks.device)
     dims = model_dims(config.model)
@@ -48,19 +47,22 @@ def synthetic_schedule(mix: str, config: RunConfig, ranks: Ranks) -> SyntheticSc
     table = replace(table, text_len=text_len, text_joins=dims.text_joins)
     history = CostHistory(analytic_prior(dims, gpu, config.schedule.recompute))
     order = EndlessOrder(np.arange(len(table)), 0)
-    policy = build_policy(config.schedule, table, order, history, ranks.world_size, meet)
-    return SyntheticSchedule(table, order, policy, meet, config.schedule, history)
+    return build_policy(config.schedule, table, order, history, ranks.world_size, meet), table
 
 
 def main(mix: str, *config_and_overrides: str) -> None:
-    config = load_config(config_and_overrides[0], config_and_overrides[1:])
+    config = load_config(config_and_overrides[0], ["schedule.recompute=full", *config_and_overrides[1:]])
     ranks = start_ranks()
-    schedule, parts = synthetic_schedule(mix, config, ranks), build_model(config, ranks)
-    plan = schedule.policy.plan(0)
-    run_step(plan, schedule, config, ranks, *parts)  # libraries are loaded, memory is there
+    (policy, table), trainer = synthetic_policy(mix, config, ranks), OwnTrainer(config, ranks)
+    plan = policy.plan(0)
+
+    def step() -> None:
+        run_plan(trainer, plan, table, ranks, config.optimizer.max_grad_norm)
+
+    step()  # libraries are loaded, memory is there
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])]
     with profile(activities=activities) as trace:
-        run_step(plan, schedule, config, ranks, *parts)
+        step()
     calls = Counter(event.name for event in trace.events() if event.name.startswith("adaptiveload::adaln"))
     launches = Counter(kind for event in trace.events() if (kind := kernel_of(event.name)) and is_kernel(event))
     in_blocks, outside = adaln_sites(config.model)

@@ -21,7 +21,7 @@ from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.policies import POLICIES, build_policy
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.training.config import load_config, save_config
-from adaptiveload.training.cost import model_dims
+from adaptiveload.training.cost import RunModels, model_dims, resolve_memory
 from adaptiveload.training.schedule import model_geometry
 
 CONFIGS_DIR = Path(__file__).parent.parent.parent / "configs"
@@ -114,11 +114,17 @@ def test_every_preset_plans_steps_of_a_mix(name: str, tmp_path: Path) -> None:
     text_len = np.random.default_rng(0).integers(1, config.model.text_len + 1, len(table)).astype(np.int32)
     table = replace(table, text_len=text_len, text_joins=dims.text_joins)
     cost = analytic_prior(dims, "h200", config.schedule.recompute)
-    memory = memory_prior(dims, config.schedule.recompute, "slot", 8)
+    level = config.schedule.recompute.replace("auto", "attention")
+    memory, kept_memory = (memory_prior(dims, level, "slot", 8) for level in (level, "none"))
+    models = RunModels(cost, memory, kept_memory, "", False)
+    resolved = resolve_memory(config.schedule, models, 141_000_000_000)
     limit = config.schedule.memory_limit_tokens
+    if level == "attention":
+        assert resolved.kept_tokens < resolved.most_tokens
+        assert limit <= resolved.most_tokens
     assert memory.micro_batch_bytes(limit, 64) < 141e9, "fits in a GPU"
     for policy in POLICIES:
-        settings = replace(config.schedule, policy=policy, seed=0, cost_exponent=1.45, compute_limit_factor=1.0)
+        settings = replace(resolved, policy=policy, seed=0, cost_exponent=1.45, compute_limit_factor=1.0)
         planner = build_policy(settings, table, EndlessOrder(np.arange(len(table)), 0), cost, 8, "slot")
         for step in (0, 7):
             plan = planner.plan(step)
@@ -128,7 +134,9 @@ def test_every_preset_plans_steps_of_a_mix(name: str, tmp_path: Path) -> None:
                     ids = plan.sample_ids[list(members)]
                     computed = table.num_tokens[ids] + (table.text_len[ids] if dims.text_joins else 0)
                     assert computed.sum() <= limit
-                    price = cost.micro_batch_us(cost.sample_us(computed, table.text_len[ids]).sum())
+                    share = plan.recomputed[slot][rank] if level == "attention" else 0  # else it is in the law
+                    again = cost.again_us(computed).sum() * share // 1000
+                    price = cost.micro_batch_us(cost.sample_us(computed, table.text_len[ids]).sum() + again)
                     assert plan.costs_us[slot][rank] == price
 
 
