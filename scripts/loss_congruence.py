@@ -84,11 +84,13 @@ def with_slots(config: RunConfig) -> list[tuple[Way, int]]:
     """Each way with the slots that bring its mean samples a step nearest to `samples_per_step`, said aloud."""
     found = []
     for way in WAYS:
-        slots = 1
-        schedule = replace(config.schedule, policy=way.policy, slots_per_step=slots)
-        if way.policy != "balanced":
-            slots = max(1, round(config.schedule.samples_per_step / mean_samples(replace(config, schedule=schedule))))
-        mean = mean_samples(replace(config, schedule=replace(schedule, slots_per_step=slots)))
+        wanted, means = config.schedule.samples_per_step, dict[int, float]()
+        for slots in (1,) if way.policy == "balanced" else range(1, wanted + 1):
+            schedule = replace(config.schedule, policy=way.policy, slots_per_step=slots)
+            means[slots] = mean_samples(replace(config, schedule=schedule))
+            if means[slots] > wanted:  # more slots, more samples
+                break
+        slots, mean = min(means.items(), key=lambda pair: abs(pair[1] - wanted))
         print(f"{way.name}: {mean:.1f} samples a step, slots_per_step {slots}", flush=True)
         found.append((way, slots))
     return found
