@@ -15,8 +15,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.training.checkpoint import SaveError
 from adaptiveload.training.config import load_config
@@ -25,7 +23,7 @@ from adaptiveload.training.distributed import clip_gradients, end_process, finis
 from adaptiveload.training.feed import MicroBatch
 from adaptiveload.training.group_watch import GroupWatch, group_timeout, start_recording
 from adaptiveload.training.live_step import run_micro_batch
-from adaptiveload.training.memory_limits import LIMITS_NAME, MicroBatchMemoryError, read_records
+from adaptiveload.training.memory_limits import LIMITS_NAME, MicroBatchMemoryError, is_out_of_memory, read_records
 from adaptiveload.training.metrics import (
     RankMeasurement,
     StepMeasurement,
@@ -134,7 +132,9 @@ def forward_backward(
                 recompute=plan.recompute,
                 permille=int(plan.recomputed[g, run.ranks.rank]),
             )
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise run.memory.exceeded(plan, g, run.feed.table, error) from error
         losses.append((weighted, tuple(micro_batch.trained)))
     reshard(run.model)
@@ -242,8 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stop.catch()
         if config.data.num_workers and not options.dry_run:
             start_worker_server()  # its imports take seconds, those of the ranks' own start too
-        collectives = config.run_dir / "collectives"
-        start_recording(collectives)
+        start_recording(config.run_dir)
         ranks = start_ranks(group_timeout(config.watch))
         if ranks.is_main:
             print(ranks.describe(), flush=True)
@@ -256,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 schedule.corpus.verify()
                 print(describe_schedule(schedule, options.ranks or ranks.world_size))
             return
-        watch = GroupWatch(ranks.rank, config.watch, collectives)
+        watch = GroupWatch(ranks.rank, config.watch, config.run_dir)
         run = build_run(config, ranks)
         if ranks.is_main and run.first_step < config.max_steps:
             if isinstance(run.schedule, Schedule):
@@ -296,7 +295,7 @@ def give_up(watch: GroupWatch, error: Exception) -> int:
     known = explain_worker_failure(error, rank)
     if isinstance(error, (MicroBatchMemoryError, SaveError)):
         known = str(error)
-    if "by peer" in str(error):  # gloo's words for a connection that broke
+    elif "by peer" in str(error):  # gloo's words for a connection that broke
         known = f"the connection to another rank broke, it has ended: look for its last words ({error})"
     reason = f"rank {rank}, {position}: {known or repr(error)}"
     first_code, first = watch.end_all(code, reason)

@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import _get_default_store
 
 _KEY = "adaptiveload/end"
+_COLLECTIVES = "collectives_rank_"  # and the rank: as torch names its own dumps
 _LOOK_EVERY_S = 1.0
 # A rank that ends by itself, on the same error, may say so and close its files.
 _GRACE_S = 5.0
@@ -73,11 +74,11 @@ class GroupWatch:
     Args:
         rank: This one.
         config: See `WatchConfig`.
-        folder: Where the last collectives are written when a rank has stood still (`start_recording`).
+        run_dir: Where the last collectives are written when a rank has stood still.
     """
 
-    def __init__(self, rank: int, config: WatchConfig, folder: Path) -> None:
-        self.rank, self.timeout_s, self.folder = rank, config.timeout_s, folder
+    def __init__(self, rank: int, config: WatchConfig, run_dir: Path) -> None:
+        self.rank, self.timeout_s, self.run_dir = rank, config.timeout_s, run_dir
         self.position = Position("the start", (), False, time.monotonic())
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
@@ -118,7 +119,7 @@ class GroupWatch:
         try:
             return self._tell(0, "") if self._store.check([_KEY]) else None
         except RuntimeError as error:
-            return 1, f"the launcher of rank 0 has ended, look at its output ({str(error).splitlines()[0]})"
+            return 1, f"rank 0 or its launcher has ended, look at its output ({str(error).splitlines()[0]})"
 
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_EVERY_S):
@@ -152,20 +153,20 @@ class GroupWatch:
         if dump is None:
             return ""
         with contextlib.suppress(OSError, RuntimeError):  # what it adds is not worth losing the words
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"rank_{self.rank}").write_bytes(dump())
-            return f" (its last collectives: {self.folder})"
+            path = self.run_dir / f"{_COLLECTIVES}{self.rank}"
+            path.write_bytes(dump())
+            return f" (its last collectives: {path})"
         return ""
 
 
-def start_recording(folder: Path) -> None:
-    """Have torch keep the last collectives of each rank, and write them into `folder` on an NCCL timeout.
+def start_recording(run_dir: Path) -> None:
+    """Have torch keep the last collectives of each rank, and write them on an NCCL timeout where the watch does.
 
     Call it before the process group is made. What the user's environment says stays.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder.absolute()}/rank_")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run_dir.absolute() / _COLLECTIVES))
 
 
 def group_timeout(config: WatchConfig) -> timedelta:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from adaptiveload.scheduling.order import EndlessOrder
@@ -39,6 +40,12 @@ class MicroBatchMemoryError(RuntimeError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the device had no more memory, be it for PyTorch's allocator or for a library behind its back."""
+    words = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 @dataclass(frozen=True)
