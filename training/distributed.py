@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -67,6 +68,19 @@ class Ranks:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.host_group)
         return values[0]
+
+    def run_on_main(self, action: Callable[[], object]) -> None:
+        """Run `action` on rank 0; all ranks wait for it, and raise the OSError that it raises, or a RuntimeError."""
+        error = None
+        if self.is_main:
+            try:
+                action()
+            except OSError as raised:
+                error = raised
+            except Exception as raised:  # perhaps one that cannot be sent
+                error = RuntimeError(repr(raised))
+        if (error := self.broadcast_object(error)) is not None:
+            raise error
 
     def seconds_until(self, end: float) -> float:
         """Seconds until `end` of `time.monotonic()`, by rank 0's clock, so that all ranks decide alike."""

@@ -38,6 +38,8 @@ class RankMeasurement:
         busy_s: Busy seconds of each of the rank's micro-batches.
         compile_s: Seconds of the step that went into torch.compile; not in `busy_s`.
         stop_signal: Signal that asked this rank to end, or 0.
+        save_is_overdue: Whether a save is due by this rank's clock; only rank 0's counts.
+        save_has_failed: Whether this rank knows that a save has failed.
     """
 
     loss_sum: float
@@ -48,6 +50,8 @@ class RankMeasurement:
     busy_s: list[float]
     compile_s: float = 0.0
     stop_signal: int = 0
+    save_is_overdue: bool = False
+    save_has_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class StepMeasurement:
         busy_s: float64 [G, R]; 0 where a rank has no such micro-batch.
         compile_s: Seconds that the others waited for the rank that compiled longest; `step_s` is without them.
         stop_signal: Signal that asked any of the ranks to end, or 0; the same on all ranks.
+        save_is_overdue: Whether a save is due by rank 0's clock.
+        save_has_failed: Whether any of the ranks knows that a save has failed.
     """
 
     loss_sum: float
@@ -71,15 +77,18 @@ class StepMeasurement:
     busy_s: np.ndarray
     compile_s: float = 0.0
     stop_signal: int = 0
+    save_is_overdue: bool = False
+    save_has_failed: bool = False
 
 
 def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> StepMeasurement:
     """Bring the ranks' measurements of `plan`'s step together; one host collective."""
     busy = mine.busy_s + [0.0] * (plan.num_slots - len(mine.busy_s))
     times = [mine.step_s, mine.data_wait_s, mine.memory_peak_gib, mine.compile_s]
-    scalars = [mine.loss_sum, mine.num_lost, mine.stop_signal, *times]
+    flags = [mine.stop_signal, mine.save_is_overdue, mine.save_has_failed]
+    scalars = [mine.loss_sum, mine.num_lost, *flags, *times]
     rows = ranks.gather(torch.tensor([*scalars, *busy], dtype=torch.float64)).numpy()
-    loss_sum, num_lost, stop_signal, step_s, data_wait_s, memory_peak_gib, compile_s, *_ = rows.T
+    loss_sum, num_lost, stop_signal, overdue, failed, step_s, data_wait_s, memory_peak_gib, compile_s, *_ = rows.T
     return StepMeasurement(
         loss_sum=float(loss_sum.sum()),
         num_lost=int(num_lost.sum()),
@@ -89,6 +98,8 @@ def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> 
         busy_s=rows[:, len(scalars) :].T,
         compile_s=float(compile_s.max()),
         stop_signal=int(stop_signal.max()),
+        save_is_overdue=bool(overdue[0]),
+        save_has_failed=bool(failed.any()),
     )
 
 
