@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from adaptiveload.models.architectures import VideoTransformer
+from adaptiveload.scheduling.policies import num_replicas
 
 _MORE_RANKS = "accelerate launch --config_file configs/accelerate/{file}.yaml --num_processes N train.py ..."
 
@@ -222,14 +223,22 @@ def parent_command() -> list[str]:
         return []
 
 
-def shard_model(model: VideoTransformer, ranks: Ranks, precision: str) -> None:
+def shard_model(model: VideoTransformer, ranks: Ranks, precision: str, shard_ranks: int = 0) -> None:
     """Shard `model` in place with FSDP2: one unit of fp32 parts, one a block, one for the rest.
 
     Masters stay fp32. Under "bf16" blocks gather bf16 weights; time embedding and modulation tables gather fp32,
     because a bf16 timestep of 998.4 is 1000. Gradients are reduced in fp32. Inputs are never cast by FSDP
     (`cast_forward_inputs=False`): its default rounds timesteps and rotary tables to bf16.
+
+    Args:
+        model: On any device, also meta.
+        ranks: All of them call this together.
+        precision: "bf16" or "fp32".
+        shard_ranks: Consecutive ranks that share one copy of the model (HSDP), a divisor of all; 0 for all of them.
     """
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    replicas = num_replicas(shard_ranks, ranks.world_size)
+    shape = (ranks.world_size,) if replicas == 1 else (replicas, shard_ranks)
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     compute = torch.bfloat16 if precision == "bf16" else None
     fp32 = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -247,12 +256,14 @@ def set_meeting(model: nn.Module, *, meet: str, is_last: bool) -> None:
     meet="step": units stay unsharded over the step and only the last micro-batch reduces, so that ranks may even run
     different numbers of micro-batches. All gathers are begun at once: gathered block by block, the ranks' first
     micro-batches would wait for each other in every block. So ranks meet at the start and in the last backward.
+    Copies of the model add up their gradients in the last micro-batch alone, either way.
     """
     assert isinstance(model, FSDPModule)
     whole_step = meet == "step"
     model.set_reshard_after_forward(not whole_step)
     model.set_reshard_after_backward(not whole_step or is_last)
     model.set_requires_gradient_sync(not whole_step or is_last)
+    model.set_requires_all_reduce(is_last)
     if whole_step:
         for module in model.modules():
             if isinstance(module, FSDPModule):
