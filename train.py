@@ -24,6 +24,7 @@ from adaptiveload.training.cost import device_name, model_dims
 from adaptiveload.training.distributed import clip_gradients, end_process, finish_ranks, reshard, start_ranks
 from adaptiveload.training.feed import MicroBatch
 from adaptiveload.training.group_watch import GroupWatch, group_timeout, start_recording
+from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.live_step import run_micro_batch
 from adaptiveload.training.memory_limits import LIMITS_NAME, MicroBatchMemoryError, read_records
 from adaptiveload.training.metrics import (
@@ -269,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         collectives = config.run_dir / "collectives"
         start_recording(collectives)
         ranks = start_ranks(group_timeout(config.watch))
+        config = follow_launcher(config, os.environ, options.ranks or ranks.world_size)
         if ranks.is_main:
             print(ranks.describe(), flush=True)
         if options.dry_run:
