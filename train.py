@@ -306,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if run.tracker is not None:
             run.tracker.close()
     if failed_with is not None:
+        run.checkpointer.leave()
         end_process(failed_with)
     watch.stop()
     finish_ranks(ranks, 0 if is_done else STOPPED_EXIT_CODE)

@@ -38,6 +38,8 @@ from adaptiveload.training.staging import HostCopy
 
 # A save that waits longer for the one before is worth a line.
 _LONG_WAIT_S = 1.0
+# Longest time that a rank which has failed stays for the sake of a save. If others have gone, it ends with them.
+_LEAVE_S = 30.0
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -180,8 +182,7 @@ class Checkpointer:
         # `state` may change while the thread works.
         path = self.folder / f"step-{step:08d}"
         arguments = (path, json.dumps({"step": step, **state}, indent=1), time.perf_counter() - began)
-        # No daemon: a rank that fails meanwhile ends after it, because the other ranks need its part.
-        self._thread = threading.Thread(target=self._work, args=arguments, name="checkpoint")
+        self._thread = threading.Thread(target=self._work, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         return path
 
@@ -197,6 +198,11 @@ class Checkpointer:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def leave(self) -> None:
+        """Before this rank ends for another reason: give the save under way some time, if the other ranks still do."""
+        if self._thread is not None:
+            self._thread.join(_LEAVE_S)
 
     def take_reports(self) -> list[SaveReport]:
         """What this rank knows of saves that were committed since the last call."""

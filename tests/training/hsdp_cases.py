@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from adaptiveload.training.config import load_config
 from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
 from adaptiveload.training.ema import Ema
+from adaptiveload.training.group_watch import GroupWatch, WatchConfig
 from adaptiveload.training.live_step import build_model
 from adaptiveload.training.run import build_run
 from adaptiveload.training.stop_signals import StopSignals
@@ -67,6 +68,7 @@ def memory_of_start(config_path: str, ranks: Ranks) -> dict[str, float]:
 
 def main(config_path: str, output: str) -> None:
     ranks = start_ranks()
+    watch = GroupWatch(ranks.rank, WatchConfig(), Path(output).parent)
     placements = {}
     for name, (shard_ranks, meet, origin) in LAYOUTS.items():
         keys = [f"name=layout-{name}", f"schedule.shard_ranks={shard_ranks}", f"schedule.meet={meet}"]
@@ -76,7 +78,7 @@ def main(config_path: str, output: str) -> None:
             keys.append(f"checkpoint.resume={path}")
         run = build_run(load_config(config_path, [*keys, f"output_dir={Path(output).parent / 'runs'}"]), ranks)
         assert run.first_step == (BORDER if origin else 0)
-        assert train(run, StopSignals())
+        assert train(run, StopSignals(), watch)
         run.feed.close()
         if run.tracker is not None:
             run.tracker.close()
@@ -85,6 +87,7 @@ def main(config_path: str, output: str) -> None:
     results = {"placements": placements, "memory": ranks.gather_objects(memory_of_start(config_path, ranks))}
     if ranks.is_main:
         Path(output).write_text(json.dumps(results))
+    watch.stop()
     finish_ranks(ranks)
 
 
