@@ -22,6 +22,7 @@ from adaptiveload.training.cost import device_name, model_dims
 from adaptiveload.training.distributed import clip_gradients, end_process, finish_ranks, reshard, start_ranks
 from adaptiveload.training.feed import MicroBatch
 from adaptiveload.training.group_watch import GroupWatch, group_timeout, start_recording
+from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.live_step import run_micro_batch
 from adaptiveload.training.memory_limits import LIMITS_NAME, MicroBatchMemoryError, is_out_of_memory, read_records
 from adaptiveload.training.metrics import (
@@ -76,20 +77,25 @@ def train(run: Run, stop: StopSignals, watch: GroupWatch) -> bool:
             busy_s=busy_s,
             compile_s=run.timer.compile_s(),
             stop_signal=stop.received,
+            save_is_overdue=run.checkpointer.is_overdue,
+            save_has_failed=run.checkpointer.has_failed,
         )
         measured = gather_measurements(run.ranks, plan, mine)
         run.profiler.after_step(step, busy_s)
         gradient = {f"train/grad_norm_{name}": norm for name, norm in group_norms.items()}
         gradient |= {"train/grad_norm": grad_norm, "train/lr": lr, "train/num_skipped": run.guard.total}
         watch.at(f"after step {step}")
-        log_step(run, plan, measured, gradient, skipped)
+        log_step(run, plan, measured, gradient | saving_figures(run, step), skipped)
         adapt(run, plan, measured)
         is_last = step + 1 == config.max_steps
         is_stopped = measured.stop_signal > 0 and not is_last
-        if is_stopped or config.checkpoint.is_due(step + 1, config.max_steps):
+        if measured.save_has_failed:
+            run.checkpointer.finish()  # raises why
+        if is_stopped or measured.save_is_overdue or config.checkpoint.is_due(step + 1, config.max_steps):
             watch.at(f"after step {step}, saving")
             saved = run.checkpointer.save(step + 1, run.saved_state(plan))
         if is_stopped:
+            finish_saving(run, step)
             if run.tracker is not None:
                 name = signal.Signals(measured.stop_signal).name
                 run.tracker.message(f"{name} after step {step + 1}: saved {saved}, ends with code {STOPPED_EXIT_CODE}")
@@ -99,6 +105,7 @@ def train(run: Run, stop: StopSignals, watch: GroupWatch) -> bool:
             evaluate(run, step)
         if run.previews is not None and (is_last or (step + 1) % config.previews.every_steps == 0):
             preview(run, run.previews, step)
+    finish_saving(run, config.max_steps - 1)
     return True
 
 
@@ -190,6 +197,24 @@ def adapt(run: Run, plan: StepPlan, measured: StepMeasurement) -> None:
             run.tracker.message(f"step {plan.step + 1}: {line}")
 
 
+def saving_figures(run: Run, step: int) -> dict[str, float]:
+    """Figures of the checkpoint that was committed since the last call, none if there is none. Rank 0 says so."""
+    figures: dict[str, float] = {}
+    for report in run.checkpointer.take_reports():
+        figures = report.figures()
+        if run.tracker is not None:
+            run.tracker.message(f"step {step + 1}: {report}")
+    return figures
+
+
+def finish_saving(run: Run, step: int) -> None:
+    """Wait for the save under way, and write its figures."""
+    run.checkpointer.finish()
+    figures = saving_figures(run, step)
+    if figures and run.tracker is not None:
+        run.tracker.log(step, figures)
+
+
 def evaluate(run: Run, step: int) -> None:
     """Held-out loss of the averaged weights."""
     if run.held_out is None or run.held_out.num_draws == 0:
@@ -238,12 +263,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = load_config(options.config, options.overrides)
         stop = StopSignals()
-        if config.checkpoint.every_steps and not options.dry_run:
+        if config.checkpoint.is_on and not options.dry_run:
             stop.catch()
         if config.data.num_workers and not options.dry_run:
             start_worker_server()  # its imports take seconds, those of the ranks' own start too
         start_recording(config.run_dir)
         ranks = start_ranks(group_timeout(config.watch))
+        config = follow_launcher(config, os.environ, options.ranks or ranks.world_size)
         if ranks.is_main:
             print(ranks.describe(), flush=True)
         if options.dry_run:
@@ -279,6 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if run.tracker is not None:
             run.tracker.close()
     if failed_with is not None:
+        run.checkpointer.leave()
         end_process(failed_with)
     watch.stop()
     finish_ranks(ranks, 0 if is_done else STOPPED_EXIT_CODE)

@@ -26,6 +26,7 @@ class StepAssembler:
         recompute: How much of a micro-batch is computed again.
         loss_weight_exponent: alpha in w_i = S_i ** alpha.
         text_memory_tokens: Tokens that take the memory of one sample's text.
+        replicas: Groups of ranks that hold a copy of the model each.
     """
 
     table: SampleTable
@@ -34,6 +35,7 @@ class StepAssembler:
     recompute: Recompute
     loss_weight_exponent: float
     text_memory_tokens: int = 0
+    replicas: int = 1
 
     def sample_us(self, step: int, draws: Draws) -> IntArray:
         """Microseconds that each draw adds to its micro-batch in `step` if all is kept, int64 [n]."""
@@ -85,6 +87,7 @@ class StepAssembler:
             recomputed=np.where(is_absent, 0, recomputed.reshape(shape)),
             normalizer=math.fsum(weights.tolist()),  # exact, so the order of the draws does not matter
             meet=self.meet,
+            replicas=self.replicas,
         )
 
 

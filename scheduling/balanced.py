@@ -7,10 +7,12 @@ import numpy as np
 
 from adaptiveload.scheduling.assemble import StepAssembler
 from adaptiveload.scheduling.cost import IntArray
+from adaptiveload.scheduling.metrics import step_time
 from adaptiveload.scheduling.order import Draws, EndlessOrder
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.planner import plan_step
 from adaptiveload.scheduling.recompute import ALL_BLOCKS
+from adaptiveload.scheduling.replicas import plan_replicas
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,34 @@ class BalancedPolicy:
         overhead_us = self.slot_overhead_us
         if overhead_us is None:
             overhead_us = round(assembler.costs.cost_at(step).a_us)
-        plan = plan_step(
-            costs,
-            np.clip(tokens, floor, limit),
-            self.ranks,
-            limit,
-            meet=assembler.meet,
-            slot_overhead_us=overhead_us,
-            speed_permille=assembler.costs.speed_at(step, self.ranks),
-        )
-        return assembler.assemble(step, step * self.samples_per_step, draws, plan.slots)
+        mem, speed = np.clip(tokens, floor, limit), assembler.costs.speed_at(step, self.ranks)
+        slots: list[list[list[int] | None]]
+        if assembler.replicas > 1 and assembler.meet == "slot":
+            slots = plan_replicas(
+                costs,
+                mem,
+                self.ranks,
+                assembler.replicas,
+                limit,
+                slot_overhead_us=overhead_us,
+                speed_permille=speed,
+            )
+        else:
+            slots = plan_step(
+                costs,
+                mem,
+                self.ranks,
+                limit,
+                meet=assembler.meet,
+                slot_overhead_us=overhead_us,
+                speed_permille=speed,
+            ).slots
+        return assembler.assemble(step, step * self.samples_per_step, draws, slots)
 
 
 def planned_us(plan: StepPlan) -> int:
-    """Microseconds of a step as planned: of the longest micro-batch of each slot, or of the longest rank."""
-    costs = plan.costs_us
-    return int(costs.max(1).sum() if plan.meet == "slot" else costs.sum(0).max())
+    """Microseconds of a step as planned."""
+    return int(step_time(plan.costs_us, plan.meet, plan.replicas))
 
 
 DEAREST_SAMPLES = 2  # work that a rank wants per step, in dearest samples: with less, ranks cannot be level

@@ -1,6 +1,7 @@
 """How evenly ranks are loaded: load CV, idle share and straggler, of planned microseconds and measured seconds alike.
 
-`costs` is [G, R]: micro-batches of R ranks, 0 where a rank has none (only where ranks meet at the step).
+`costs` is [G, R]: micro-batches of R ranks, 0 where a rank has none. With `replicas`, groups of consecutive ranks, the
+ranks of a group meet in every slot (with `meet` "slot") and the groups at the end of the step.
 """
 
 import numpy as np
@@ -9,10 +10,11 @@ from numpy.typing import ArrayLike, NDArray
 FloatArray = NDArray[np.float64]
 
 
-def where_ranks_meet(costs: ArrayLike, meet: str) -> FloatArray:
+def where_ranks_meet(costs: ArrayLike, meet: str, replicas: int = 1) -> FloatArray:
     """Work of each rank between two meetings, [meetings, R]: a slot's with `meet` "slot", the step's with "step".
 
-    Rows of several steps may be stacked and given to the functions below with `meet` "slot".
+    Rows of several steps may be stacked and given to the functions below with `meet` "slot". With replicas the meetings
+    of slots are those within groups, [meetings, R / replicas].
 
     Raises:
         ValueError: If `meet` is unknown, or `costs` is not [G, R] of finite numbers >= 0 with at least one entry.
@@ -21,25 +23,34 @@ def where_ranks_meet(costs: ArrayLike, meet: str) -> FloatArray:
     if array.ndim != 2 or not array.size or not np.isfinite(array).all() or (array < 0).any():
         raise ValueError(f"costs must be a [slots, ranks] array of finite numbers >= 0, got shape {array.shape}")
     if meet == "slot":
-        return array
+        rows: FloatArray = array.reshape(len(array) * replicas, -1)
+        return rows[rows.any(axis=1)] if replicas > 1 and rows.any() else rows
     if meet == "step":
         totals: FloatArray = array.sum(axis=0, keepdims=True)
         return totals
     raise ValueError(f'meet must be "slot" or "step", got {meet!r}')
 
 
-def load_cv(costs: ArrayLike, meet: str) -> float:
+def load_cv(costs: ArrayLike, meet: str, replicas: int = 1) -> float:
     """Standard deviation over mean across ranks where they meet, averaged over the meetings. All 0 counts as even."""
-    work = where_ranks_meet(costs, meet)
+    work = where_ranks_meet(costs, meet, replicas)
     means = work.mean(axis=1)
     return float((work.std(axis=1) / np.where(means > 0, means, 1)).mean())
 
 
-def idle_share(costs: ArrayLike, meet: str) -> float:
-    """Share of rank time spent waiting: 1 - sum(mean over ranks) / sum(max over ranks) over the meetings."""
-    work = where_ranks_meet(costs, meet)
-    longest = float(work.max(axis=1).sum())
+def idle_share(costs: ArrayLike, meet: str, replicas: int = 1) -> float:
+    """Share of rank time spent waiting: 1 - work of all ranks / (ranks * time of the step)."""
+    work: FloatArray = np.asarray(costs, np.float64)
+    longest = step_time(costs, meet, replicas)
     return 1 - float(work.mean(axis=1).sum()) / longest if longest else 0.0
+
+
+def step_time(costs: ArrayLike, meet: str, replicas: int = 1) -> float:
+    """When the last rank is done: the sum over meetings of the longest work; of the slowest group, with replicas."""
+    if meet == "slot" and replicas > 1:
+        groups = np.split(np.asarray(costs, np.float64), replicas, axis=1)
+        return max(step_time(group, meet) for group in groups)
+    return float(where_ranks_meet(costs, meet).max(axis=1).sum())
 
 
 def straggler(costs: ArrayLike) -> int:

@@ -26,7 +26,8 @@ class StepPlan:
         repeats: int64 [n], which of a sample's repeats within its epoch the draw is, from 0.
         weights: float64 [n], loss weight w_i of each draw.
         slots: `slots[g][r]` is the g-th micro-batch of rank r as indices into the arrays above: `()` is a filler,
-            `None` says that rank r has no g-th micro-batch (only with `meet` "step"; they are the last of a rank).
+            `None` says that rank r has no g-th micro-batch (only with `meet` "step" or `replicas`; they are the last of
+            a rank).
         costs_us: int64 [G, R], planned microseconds of each micro-batch at its rank's speed, its fixed part included; 0
             where None.
         num_tokens: int64 [G, R], tokens of each micro-batch, text not included; 0 for fillers.
@@ -34,6 +35,8 @@ class StepPlan:
         recomputed: int64 [G, R], thousandths of the blocks of each micro-batch that are; 0 where None.
         normalizer: Z, the sum of `weights`; the loss of a micro-batch is (R / Z) * sum(w_i * l_i).
         meet: Where ranks wait for each other: "slot" or "step".
+        replicas: Groups of consecutive ranks that hold a copy of the model each (HSDP). With `meet` "slot" a rank waits
+            for its group in every slot, and groups for each other at the end of the step.
     """
 
     step: int
@@ -50,6 +53,7 @@ class StepPlan:
     recomputed: NDArray[np.int64]
     normalizer: float
     meet: str
+    replicas: int = 1
 
     @property
     def num_samples(self) -> int:
@@ -70,7 +74,7 @@ class StepPlan:
         """SHA-256 in hex over all fields: ranks whose digests differ would not compute the same step."""
         digest = hashlib.sha256()
         fields = (self.step, self.position, self.next_position, self.slots, self.recompute, self.normalizer, self.meet)
-        digest.update(repr(fields).encode())
+        digest.update(repr((*fields, self.replicas)).encode())
         for array in (self.sample_ids, self.epochs, self.repeats, self.costs_us, self.num_tokens, self.recomputed):
             digest.update(array.astype("<i8").tobytes())
         digest.update(self.weights.astype("<f8").tobytes())

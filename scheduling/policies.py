@@ -12,7 +12,7 @@ from adaptiveload.scheduling.balanced import BalancedPolicy
 from adaptiveload.scheduling.buckets import Buckets
 from adaptiveload.scheduling.cost import CostModel, IntArray, PowerCost
 from adaptiveload.scheduling.fit import power_law_of
-from adaptiveload.scheduling.metrics import idle_share, where_ranks_meet
+from adaptiveload.scheduling.metrics import step_time
 from adaptiveload.scheduling.order import CohortOrder, EndlessOrder
 from adaptiveload.scheduling.paper_policies import BucketPolicy
 from adaptiveload.scheduling.plan import StepPlan
@@ -39,6 +39,8 @@ class ScheduleConfig:
             sets it with the limit from the memory model.
         max_samples_per_micro_batch: Most samples of one micro-batch, however short they are.
         meet: Where ranks wait for each other: "slot", "step", or "auto" (the trainer chooses by memory).
+        shard_ranks: Ranks that share one copy of the model, consecutive ones, such as the GPUs of a node: each group of
+            so many holds a whole copy (HSDP). 0 shares one copy among all ranks (FSDP).
         slots_per_step: Micro-batches per rank and step of the paper's policies.
         cost_exponent: The paper's p, for `dual_constraint`; None takes that of the cost model.
         compute_limit_factor: f in compute_limit = f * S_max ** p; None takes the f of the highest simulated tokens/s.
@@ -64,6 +66,7 @@ class ScheduleConfig:
     text_memory_tokens: int = 0
     max_samples_per_micro_batch: int = 1024
     meet: str = "auto"
+    shard_ranks: int = 0
     slots_per_step: int = 4
     cost_exponent: float | None = None
     compute_limit_factor: float | None = None
@@ -118,7 +121,13 @@ def build_policy(
     check_memory(config, table, order)
     history = costs if isinstance(costs, CostHistory) else CostHistory(costs)
     assembler = StepAssembler(
-        table, history, meet, recompute_of(config), config.loss_weight_exponent, config.text_memory_tokens
+        table,
+        history,
+        meet,
+        recompute_of(config),
+        config.loss_weight_exponent,
+        config.text_memory_tokens,
+        num_replicas(config.shard_ranks, ranks),
     )
     if config.policy == "balanced":
         if int(config.lookahead) > 1:
@@ -154,7 +163,8 @@ def resolve_lookahead(
         policy = build_policy(trial, table, order, cost_model, ranks, meet)
         num_windows = min(COMPARED_WINDOWS, policy.steps_in_first_epoch)
         plans = [policy.plan(step) for step in range(num_windows)]
-        idle.append(idle_share(np.concatenate([where_ranks_meet(plan.costs_us, meet) for plan in plans]), "slot"))
+        times = [(plan.costs_us.sum() / ranks, step_time(plan.costs_us, meet, plan.replicas)) for plan in plans]
+        idle.append(1 - sum(busy for busy, _ in times) / sum(wall for _, wall in times))
         if idle[0] <= ENOUGH_IDLE:
             return 1
     return ranks if idle[1] < idle[0] - LOOKAHEAD_GAIN else 1
@@ -199,6 +209,20 @@ def cost_exponent_of(cost_model: CostModel, seq_lens: IntArray, memory_limit_tok
     if isinstance(cost_model, PowerCost):
         return cost_model.exponent
     return power_law_of(cost_model, seq_lens.tolist(), memory_limit_tokens).exponent
+
+
+def num_replicas(shard_ranks: int, ranks: int) -> int:
+    """Groups that hold a copy of the model each, of `shard_ranks` of the `ranks`; 0 stands for all.
+
+    Raises:
+        ValueError: If the ranks do not divide into such groups.
+    """
+    if shard_ranks < 0 or (shard_ranks and ranks % shard_ranks):
+        raise ValueError(
+            f"schedule.shard_ranks={shard_ranks}: {ranks} ranks do not divide into groups of so many; "
+            "take a divisor of the ranks, such as the GPUs of a node, or 0 for one group of all"
+        )
+    return ranks // shard_ranks if shard_ranks else 1
 
 
 def limit_of(config: ScheduleConfig) -> int:

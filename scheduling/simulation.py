@@ -10,7 +10,7 @@ import numpy as np
 
 from adaptiveload.scheduling.buckets import mean_batch_size
 from adaptiveload.scheduling.cost import CostModel, TableCost
-from adaptiveload.scheduling.metrics import FloatArray, idle_share, load_cv, where_ranks_meet
+from adaptiveload.scheduling.metrics import FloatArray, load_cv, step_time, where_ranks_meet
 from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import (
@@ -71,12 +71,14 @@ class Simulation:
             begin = time.perf_counter()
             plans.append(policy.plan(step))
             planner_ms.append((time.perf_counter() - begin) * 1e3)
-        work = [where_ranks_meet(times, self.meet) for times in self._times(plans)]
-        rates = [
-            int(plan.num_tokens.sum()) / rows.max(axis=1).sum() * 1e6 for plan, rows in zip(plans, work, strict=True)
-        ]
+        times, replicas = self._times(plans), plans[0].replicas
+        walls = [step_time(each, self.meet, replicas) for each in times]
+        rates = [int(plan.num_tokens.sum()) / wall * 1e6 for plan, wall in zip(plans, walls, strict=True)]
         num_tokens = sum(int(plan.num_tokens.sum()) for plan in plans)
-        meetings, limit = np.concatenate(work), limit_of(config)
+        meetings, limit = (
+            np.concatenate([where_ranks_meet(each, self.meet, replicas) for each in times]),
+            limit_of(config),
+        )
         largest = max(int(plan.num_tokens.max()) for plan in plans)
         lost, repeated = self._count_an_epoch(config)
         slots_per_step = float(np.mean([plan.num_slots for plan in plans]))
@@ -86,8 +88,8 @@ class Simulation:
             "world_size": self.ranks,
             "memory_limit_tokens": limit,
             "load_cv": load_cv(meetings, "slot"),
-            "idle_share": idle_share(meetings, "slot"),
-            "tokens_per_s": num_tokens / meetings.max(axis=1).sum() * 1e6,
+            "idle_share": 1 - float(sum(each.sum() for each in times)) / self.ranks / sum(walls),
+            "tokens_per_s": num_tokens / sum(walls) * 1e6,
             "tokens_per_s_step_mean": float(np.mean(rates)),
             "tokens_per_s_step_p5": float(np.percentile(rates, 5)),
             "tokens_per_s_step_min": min(rates),
@@ -95,7 +97,7 @@ class Simulation:
             "slots_per_step": slots_per_step,
             "steps_per_epoch": policy.steps_in_first_epoch,
             "slots_per_epoch": round(policy.steps_in_first_epoch * slots_per_step),
-            "hours_per_epoch": float(meetings.max(axis=1).sum()) / len(plans) * policy.steps_in_first_epoch / 3.6e9,
+            "hours_per_epoch": sum(walls) / len(plans) * policy.steps_in_first_epoch / 3.6e9,
             "max_micro_batch_tokens": largest,
             "memory_headroom": 1 - largest / limit,
             "oversize": int((self.table.computed_tokens(self.order.ids) > limit).sum()),

@@ -136,8 +136,8 @@ def _policies_table(config: Any, ranks: int) -> str:
         rows.append(
             (
                 policy,
-                f"{np.mean([load_cv(plan.costs_us, plan.meet) for plan in plans]):.4f}",
-                f"{np.mean([idle_share(plan.costs_us, plan.meet) for plan in plans]):.4f}",
+                f"{np.mean([load_cv(plan.costs_us, plan.meet, plan.replicas) for plan in plans]):.4f}",
+                f"{np.mean([idle_share(plan.costs_us, plan.meet, plan.replicas) for plan in plans]):.4f}",
                 f"{np.mean([plan.num_samples for plan in plans]):.1f}",
             )
         )

@@ -28,7 +28,8 @@ class SummedWriter(FileSystemWriter):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=False)  # its fsync leaves out what is still in Python's buffer
+        # Its fsync leaves out what is still in Python's buffer. Nothing is copied ahead: all is in host memory already.
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.sums: FileSums = {}
         self.fs = _SummedFileSystem(self.sums)
 
@@ -57,9 +58,16 @@ class _SummedFile(io.FileIO):
         return written
 
 
-def commit(partial: Path, target: Path, state: dict[str, Any], sums: FileSums) -> None:
-    """Make `partial`, whose shards are written, the checkpoint `target`; a crash leaves the earlier ones whole."""
-    content = json.dumps(state, indent=1).encode()
+def commit(partial: Path, target: Path, state: str, sums: FileSums) -> None:
+    """Make `partial`, whose shards are written, the checkpoint `target`; a crash leaves the earlier ones whole.
+
+    Args:
+        partial: Folder of the shards.
+        target: Beside it.
+        state: JSON of what is kept beside the tensors.
+        sums: Of the files in `partial`.
+    """
+    content = state.encode()
     _write(partial / STATE_NAME, content)
     _write(partial / SUMS_NAME, json.dumps(sums | {STATE_NAME: (len(content), zlib.crc32(content))}).encode())
     _sync(partial)

@@ -127,6 +127,8 @@ def provenance(config: "RunConfig", gpu: str, device: torch.device, meet: str, r
         "trained": config.describe_trained(),
         "compile": config.compile,
     }
+    if config.schedule.shard_ranks:
+        layout["shard_ranks"] = config.schedule.shard_ranks
     if device.type == "cuda":  # without one a plan for a GPU may be made, but nothing is known of its kernels
         layout["kernels"] = backend_for(device).name
     return {
@@ -144,6 +146,7 @@ def build_models(
     *,
     meet: str,
     ranks: int,
+    sharded_over: int,
     seq_lens: list[int],
     trained_share: float,
 ) -> RunModels:
@@ -154,7 +157,8 @@ def build_models(
         gpu: From `resolve_gpu`.
         device: Whose name a cost file must be for; on CPU, `gpu`.
         meet: "slot" or "step".
-        ranks: Ranks that share weights and states.
+        ranks: Ranks that train together.
+        sharded_over: Those of them that share one copy of weights and states.
         seq_lens: Lengths of the data set, over which the power law is fitted to a prior.
         trained_share: Trained parameters over all.
 
@@ -163,8 +167,8 @@ def build_models(
     """
     config, recompute, dims = run.cost, run.schedule.recompute, model_dims(run.model)
     is_auto = recompute == "auto"
-    memory = memory_prior(dims, "attention" if is_auto else recompute, meet, ranks, trained_share)
-    kept_memory = memory_prior(dims, "none", meet, ranks, trained_share)
+    memory = memory_prior(dims, "attention" if is_auto else recompute, meet, sharded_over, trained_share)
+    kept_memory = memory_prior(dims, "none", meet, sharded_over, trained_share)
     if config.file is None:
         prior = analytic_prior(dims, gpu, recompute)
         limit = run.schedule.memory_limit_tokens or 2 * max(seq_lens)

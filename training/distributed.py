@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from adaptiveload.models.architectures import VideoTransformer
+from adaptiveload.scheduling.policies import num_replicas
 
 _MORE_RANKS = "accelerate launch --config_file configs/accelerate/{file}.yaml --num_processes N train.py ..."
 
@@ -67,6 +69,19 @@ class Ranks:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.host_group)
         return values[0]
+
+    def run_on_main(self, action: Callable[[], object]) -> None:
+        """Run `action` on rank 0; all ranks wait for it, and raise the OSError that it raises, or a RuntimeError."""
+        error = None
+        if self.is_main:
+            try:
+                action()
+            except OSError as raised:
+                error = raised
+            except Exception as raised:  # perhaps one that cannot be sent
+                error = RuntimeError(repr(raised))
+        if (error := self.broadcast_object(error)) is not None:
+            raise error
 
     def seconds_until(self, end: float) -> float:
         """Seconds until `end` of `time.monotonic()`, by rank 0's clock, so that all ranks decide alike."""
@@ -208,14 +223,22 @@ def parent_command() -> list[str]:
         return []
 
 
-def shard_model(model: VideoTransformer, ranks: Ranks, precision: str) -> None:
+def shard_model(model: VideoTransformer, ranks: Ranks, precision: str, shard_ranks: int = 0) -> None:
     """Shard `model` in place with FSDP2: one unit of fp32 parts, one a block, one for the rest.
 
     Masters stay fp32. Under "bf16" blocks gather bf16 weights; time embedding and modulation tables gather fp32,
     because a bf16 timestep of 998.4 is 1000. Gradients are reduced in fp32. Inputs are never cast by FSDP
     (`cast_forward_inputs=False`): its default rounds timesteps and rotary tables to bf16.
+
+    Args:
+        model: On any device, also meta.
+        ranks: All of them call this together.
+        precision: "bf16" or "fp32".
+        shard_ranks: Consecutive ranks that share one copy of the model (HSDP), a divisor of all; 0 for all of them.
     """
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    replicas = num_replicas(shard_ranks, ranks.world_size)
+    shape = (ranks.world_size,) if replicas == 1 else (replicas, shard_ranks)
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     compute = torch.bfloat16 if precision == "bf16" else None
     fp32 = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -233,12 +256,14 @@ def set_meeting(model: nn.Module, *, meet: str, is_last: bool) -> None:
     meet="step": units stay unsharded over the step and only the last micro-batch reduces, so that ranks may even run
     different numbers of micro-batches. All gathers are begun at once: gathered block by block, the ranks' first
     micro-batches would wait for each other in every block. So ranks meet at the start and in the last backward.
+    Copies of the model add up their gradients in the last micro-batch alone, either way.
     """
     assert isinstance(model, FSDPModule)
     whole_step = meet == "step"
     model.set_reshard_after_forward(not whole_step)
     model.set_reshard_after_backward(not whole_step or is_last)
     model.set_requires_gradient_sync(not whole_step or is_last)
+    model.set_requires_all_reduce(is_last)
     if whole_step:
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -83,20 +83,24 @@ def _draw_timeline(axes: Axes, records: Sequence[Record], field: str, unit_s: fl
     for record in records:
         durations = np.asarray(record[field], dtype=float) * unit_s  # [G, R]
         meetings = durations[:, None] if record["meet"] == "slot" else durations[None]  # [meetings, slots, R]
-        lengths, g = _tokens_per_sample(record), 0
-        for slots in meetings:
-            end = start + slots.sum(0).max()
-            axes.barh(
-                range(num_ranks), end - start, left=start, height=0.8, color="#d9d9d9", edgecolor="white", linewidth=0.3
-            )
-            left = np.full(num_ranks, start)
-            for row in slots:
-                for r in range(num_ranks):
-                    color = _COLORS(norm(lengths[g, r])) if (g, r) in lengths else "white"
-                    axes.barh(r, row[r], left=left[r], height=0.8, color=color, edgecolor="white", linewidth=0.5)
-                    _label_bar(axes, record, g, r, left[r], row[r])
-                left, g = left + row, g + 1
-            start = end
+        # Groups with a copy of the model each meet among themselves in every slot, with the others at the end.
+        num_groups = record.get("replicas", 1) if record["meet"] == "slot" else 1
+        groups = np.split(np.arange(num_ranks), num_groups)
+        step_end = start + max(sum(slots[:, ranks].sum(0).max() for slots in meetings) for ranks in groups)
+        for ranks in groups:
+            begin, lengths, g = start, _tokens_per_sample(record), 0
+            for number, slots in enumerate(meetings, 1):
+                end = step_end if number == len(meetings) else begin + slots[:, ranks].sum(0).max()
+                axes.barh(ranks, end - begin, left=begin, height=0.8, color="#d9d9d9", edgecolor="white", linewidth=0.3)
+                left = np.full(num_ranks, begin)
+                for row in slots:
+                    for r in ranks:
+                        color = _COLORS(norm(lengths[g, r])) if (g, r) in lengths else "white"
+                        axes.barh(r, row[r], left=left[r], height=0.8, color=color, edgecolor="white", linewidth=0.5)
+                        _label_bar(axes, record, g, r, left[r], row[r])
+                    left, g = left + row, g + 1
+                begin = end
+        start = step_end
         axes.axvline(start, color="black", linewidth=1)
     axes.set_yticks(range(num_ranks), [f"rank {r}" for r in range(num_ranks)])
     axes.invert_yaxis()

@@ -50,7 +50,7 @@ def build_model(
             `model.trainable` or `model.frozen` matches nothing.
     """
     model = lay_out_model(config)
-    shard_model(model, ranks, config.precision)
+    shard_model(model, ranks, config.precision, config.schedule.shard_ranks)
     model.to_empty(device=ranks.device)
     torch.manual_seed(config.seed)
     if config.model.pretrained is not None and (not is_resumed or config.has_frozen_parts):

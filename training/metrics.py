@@ -38,6 +38,8 @@ class RankMeasurement:
         busy_s: Busy seconds of each of the rank's micro-batches.
         compile_s: Seconds of the step that went into torch.compile; not in `busy_s`.
         stop_signal: Signal that asked this rank to end, or 0.
+        save_is_overdue: Whether a save is due by this rank's clock; only rank 0's counts.
+        save_has_failed: Whether this rank knows that a save has failed.
     """
 
     loss_sum: float
@@ -48,6 +50,8 @@ class RankMeasurement:
     busy_s: list[float]
     compile_s: float = 0.0
     stop_signal: int = 0
+    save_is_overdue: bool = False
+    save_has_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class StepMeasurement:
         busy_s: float64 [G, R]; 0 where a rank has no such micro-batch.
         compile_s: Seconds that the others waited for the rank that compiled longest; `step_s` is without them.
         stop_signal: Signal that asked any of the ranks to end, or 0; the same on all ranks.
+        save_is_overdue: Whether a save is due by rank 0's clock.
+        save_has_failed: Whether any of the ranks knows that a save has failed.
     """
 
     loss_sum: float
@@ -71,15 +77,18 @@ class StepMeasurement:
     busy_s: np.ndarray
     compile_s: float = 0.0
     stop_signal: int = 0
+    save_is_overdue: bool = False
+    save_has_failed: bool = False
 
 
 def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> StepMeasurement:
     """Bring the ranks' measurements of `plan`'s step together; one host collective."""
     busy = mine.busy_s + [0.0] * (plan.num_slots - len(mine.busy_s))
     times = [mine.step_s, mine.data_wait_s, mine.memory_peak_gib, mine.compile_s]
-    scalars = [mine.loss_sum, mine.num_lost, mine.stop_signal, *times]
+    flags = [mine.stop_signal, mine.save_is_overdue, mine.save_has_failed]
+    scalars = [mine.loss_sum, mine.num_lost, *flags, *times]
     rows = ranks.gather(torch.tensor([*scalars, *busy], dtype=torch.float64)).numpy()
-    loss_sum, num_lost, stop_signal, step_s, data_wait_s, memory_peak_gib, compile_s, *_ = rows.T
+    loss_sum, num_lost, stop_signal, overdue, failed, step_s, data_wait_s, memory_peak_gib, compile_s, *_ = rows.T
     return StepMeasurement(
         loss_sum=float(loss_sum.sum()),
         num_lost=int(num_lost.sum()),
@@ -89,6 +98,8 @@ def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> 
         busy_s=rows[:, len(scalars) :].T,
         compile_s=float(compile_s.max()),
         stop_signal=int(stop_signal.max()),
+        save_is_overdue=bool(overdue[0]),
+        save_has_failed=bool(failed.any()),
     )
 
 
@@ -106,12 +117,12 @@ def step_metrics(
         "perf/samples_per_s": plan.num_samples / step_s,
         "perf/data_wait_share": float((measured.data_wait_s / measured.step_s).max()),
         "perf/memory_peak_gib": float(measured.memory_peak_gib.max()),
-        "imbalance/load_cv": load_cv(plan.costs_us, plan.meet),
-        "imbalance/idle_share_planned": idle_share(plan.costs_us, plan.meet),
+        "imbalance/load_cv": load_cv(plan.costs_us, plan.meet, plan.replicas),
+        "imbalance/idle_share_planned": idle_share(plan.costs_us, plan.meet, plan.replicas),
         "imbalance/cost_error": cost_error(plan, measured.busy_s),
         "imbalance/step_time_cv": load_cv(measured.busy_s, "step"),
-        "imbalance/slot_time_cv": load_cv(measured.busy_s, "slot"),
-        "imbalance/idle_share": idle_share(measured.busy_s, plan.meet),
+        "imbalance/slot_time_cv": load_cv(measured.busy_s, "slot", plan.replicas),
+        "imbalance/idle_share": idle_share(measured.busy_s, plan.meet, plan.replicas),
         "imbalance/straggler": straggler(measured.busy_s),
         "batch/num_samples": plan.num_samples,
         "batch/num_tokens": tokens,
@@ -152,6 +163,7 @@ def schedule_record(plan: StepPlan, measured: StepMeasurement, table: SampleTabl
     return {
         "step": plan.step,
         "meet": plan.meet,
+        "replicas": plan.replicas,
         "shapes": slots,
         "num_tokens": plan.num_tokens.tolist(),
         "costs_us": plan.costs_us.tolist(),

@@ -111,7 +111,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         skipped = int(saved["num_skipped"]), int(saved["num_skipped_in_a_row"])
         if isinstance(schedule, Schedule):
             check_position(schedule, first_step, int(saved["position"]))
-    if config.checkpoint.every_steps and first_step < config.max_steps:
+    if config.checkpoint.is_on and first_step < config.max_steps:
         checkpointer.check_room()
     ledger = Ledger(config.run_dir, ranks.rank, config.data, min_drawn, num_lost)
     if ranks.is_main:

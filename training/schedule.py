@@ -13,7 +13,14 @@ from adaptiveload.data.stream import find_shards, peek_normalization, shard_name
 from adaptiveload.models.config import ModelConfig
 from adaptiveload.scheduling.order import EndlessOrder, held_out_mask
 from adaptiveload.scheduling.paper_policies import BucketPolicy
-from adaptiveload.scheduling.policies import Policy, ScheduleConfig, build_policy, limit_of, resolve_lookahead
+from adaptiveload.scheduling.policies import (
+    Policy,
+    ScheduleConfig,
+    build_policy,
+    limit_of,
+    num_replicas,
+    resolve_lookahead,
+)
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry
 from adaptiveload.scheduling.updates import CostHistory, ScheduleUpdate
@@ -133,6 +140,7 @@ def build_schedule(
         device,
         meet=meet,
         ranks=ranks,
+        sharded_over=ranks // num_replicas(config.schedule.shard_ranks, ranks),
         seq_lens=np.unique(table.computed_tokens()).tolist(),
         trained_share=trained_share(config),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from adaptiveload.scheduling.balanced import BalancedPolicy, enough_samples_per_step
-from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
+from adaptiveload.scheduling.metrics import idle_share, load_cv, step_time
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import limit_of
 from adaptiveload.scheduling.recompute import ALL_BLOCKS
@@ -29,14 +29,15 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
         raise ValueError(
             f"{schedule.corpus.indices[0].root}: the plan is empty, no sample runs in the first {_NUM_STEPS} steps"
         )
-    work = np.concatenate([where_ranks_meet(plan.costs_us, plan.meet) for plan in plans])
-    step_s = float(work.max(axis=1).sum()) / 1e6 / _NUM_STEPS
+    planned = [(plan.costs_us, plan.meet, plan.replicas) for plan in plans]
+    step_s = sum(step_time(*each) for each in planned) / 1e6 / _NUM_STEPS
     tokens = sum(int(schedule.table.num_tokens[plan.sample_ids].sum()) for plan in plans)
     samples = float(np.mean([plan.num_samples for plan in plans]))
     largest = max(_most_tokens(plan, schedule, ranks) for plan in plans)
     memory = "measured" if schedule.models.is_memory_measured else "a prior"
+    copies = f" with {plans[0].replicas} copies of the model" if plans[0].replicas > 1 else ""
     head = (
-        f"{_NUM_STEPS} steps from {first_step} on {ranks} ranks, {schedule.settings.policy}, meeting every "
+        f"{_NUM_STEPS} steps from {first_step} on {ranks} ranks{copies}, {schedule.settings.policy}, meeting every "
         f"{schedule.meet}, lookahead {schedule.settings.lookahead}:"
     )
     return "\n".join(
@@ -51,8 +52,8 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
             f"  samples a step      {samples:.1f}, in {np.mean([plan.num_slots for plan in plans]):.1f} slots",
             f"  largest micro-batch {largest} of {schedule.settings.memory_limit_tokens} tokens",
             *_recompute_lines(schedule, plans),
-            f"  load CV             {np.mean([load_cv(plan.costs_us, plan.meet) for plan in plans]):.4f}",
-            f"  idle share          {np.mean([idle_share(plan.costs_us, plan.meet) for plan in plans]):.4f}",
+            f"  load CV             {np.mean([load_cv(*each) for each in planned]):.4f}",
+            f"  idle share          {np.mean([idle_share(*each) for each in planned]):.4f}",
             f"  predicted step      {step_s:.3f} s, {tokens / step_s / _NUM_STEPS:,.0f} tokens/s",
             f"  predicted epoch     {len(schedule.train_ids) / samples * step_s / 3600:.3g} hours",
             *warnings(schedule, ranks),

@@ -33,7 +33,7 @@ from adaptiveload.scheduling.cost import CostModel
 from adaptiveload.scheduling.local import pack_local
 from adaptiveload.scheduling.order import Draws
 from adaptiveload.scheduling.plan import StepPlan
-from adaptiveload.scheduling.policies import ScheduleConfig, recompute_of
+from adaptiveload.scheduling.policies import ScheduleConfig, num_replicas, recompute_of
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.scheduling.updates import CostHistory
@@ -308,6 +308,7 @@ class StreamFeed:
             recompute_of(config),
             config.loss_weight_exponent,
             config.text_memory_tokens,
+            num_replicas(config.shard_ranks, self.ranks.world_size),
         )
         ids = np.arange(len(rows))
         draws = Draws(ids, np.full(len(rows), self._progress.epoch), np.zeros(len(rows), np.int64))

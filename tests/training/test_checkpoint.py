@@ -4,6 +4,7 @@ import itertools
 import re
 import resource
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,13 +33,20 @@ def ranks() -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def make(folder: Path, ranks: Ranks, seed: int, keep: int = 2, keep_every: int = 0) -> Checkpointer:
+def make(folder: Path, ranks: Ranks, seed: int, keep: int = 2, keep_every: int = 0, kind: type = Checkpointer):
     torch.manual_seed(seed)
     model = WanTransformer(TINY)
     shard_model(model, ranks, "fp32")
     optimizer = build_optimizer(model, OptimizerConfig())
     config = CheckpointConfig(keep=keep, keep_every=keep_every)
-    return Checkpointer(folder, config, ranks, model, optimizer, Ema(model, EmaConfig()))
+    return kind(folder, config, ranks, model, optimizer, Ema(model, EmaConfig()))
+
+
+def save(checkpointer: Checkpointer, step: int, state: dict) -> Path:
+    """To its end."""
+    path = checkpointer.save(step, state)
+    checkpointer.finish()
+    return path
 
 
 def take_step(checkpointer: Checkpointer, step: int) -> None:
@@ -57,7 +65,7 @@ def test_load_restores_model_optimizer_and_averages(tmp_path: Path, ranks: Ranks
     saved = make(tmp_path, ranks, seed=0)
     for step in range(3):
         take_step(saved, step)
-    path = saved.save(3, {"seed": 0, "position": 36})
+    path = save(saved, 3, {"seed": 0, "position": 36})
     loaded = make(tmp_path, ranks, seed=1)
     state = loaded.load(path, {"seed": 0})
     assert (state["step"], state["position"]) == (3, 36)
@@ -71,10 +79,78 @@ def test_load_restores_model_optimizer_and_averages(tmp_path: Path, ranks: Ranks
     assert float(found["optimizer/proj_out.weight/step"]) == 4
 
 
+class SlowDisk(Checkpointer):
+    """Takes its time before it writes."""
+
+    def _write(self, *arguments) -> None:
+        time.sleep(1.2)
+        super()._write(*arguments)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture
+) -> None:
+    checkpointer = make(tmp_path, ranks, seed=0, kind=SlowDisk)
+    expected = {}
+    for step in (1, 2):
+        take_step(checkpointer, step)
+        expected[step] = everything(checkpointer)
+        began = time.monotonic()
+        path = checkpointer.save(step, {})
+        held_s = time.monotonic() - began
+        assert held_s < 0.6 if step == 1 else 0.6 < held_s < 2, "a second save waits for the first"
+        assert [path.name for path in committed(tmp_path)] == ["step-00000001"][: step - 1]
+        take_step(checkpointer, step + 10)
+    printed = capsys.readouterr().out
+    assert re.search(r"the checkpoint of step 2 waited 1\.\d s for the one before", printed)
+    checkpointer.finish()
+    first, second = checkpointer.take_reports()
+    assert (first.path.name, second.path) == ("step-00000001", path)
+    assert first.held_s < 0.6 < second.held_s
+    assert min(first.background_s, second.background_s) > 1.2
+    assert checkpointer.take_reports() == []
+    # What was written is what there was when the save began.
+    for step in (1, 2):
+        loaded = make(tmp_path, ranks, seed=1)
+        loaded.load(tmp_path / f"step-{step:08d}", {})
+        for name, tensor in everything(loaded).items():
+            assert torch.equal(tensor, expected[step][name]), name
+
+
+def test_a_failed_save_waits_until_all_ranks_ask(tmp_path: Path, ranks: Ranks) -> None:
+    checkpointer = make(tmp_path / "file" / "checkpoints", ranks, seed=0)
+    (tmp_path / "file").touch()
+    checkpointer.save(1, {})
+    deadline = time.monotonic() + 10
+    while not checkpointer.has_failed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(SaveError, match=r"the checkpoint of step 1 could not be saved.*Not a directory"):
+        checkpointer.save(2, {})
+    assert not checkpointer.has_failed
+    checkpointer.finish()
+    assert checkpointer.take_reports() == []
+
+
+def test_saves_by_the_clock(tmp_path: Path, ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint.every_minutes=-1"):
+        CheckpointConfig(every_minutes=-1).check()
+    checkpointer = make(tmp_path, ranks, seed=0)
+    assert not checkpointer.is_overdue
+    checkpointer.config = CheckpointConfig(every_steps=0, every_minutes=0.5 / 60)
+    assert checkpointer.config.is_on
+    assert not checkpointer.config.is_due(3, max_steps=4)
+    assert checkpointer.config.is_due(4, max_steps=4), "the last step is always saved"
+    time.sleep(0.5)
+    assert checkpointer.is_overdue
+    save(checkpointer, 1, {})
+    assert not checkpointer.is_overdue
+    assert not CheckpointConfig(every_steps=0).is_due(4, max_steps=4)
+
+
 def test_keeps_the_newest_and_names_the_latest(tmp_path: Path, ranks: Ranks) -> None:
     checkpointer = make(tmp_path, ranks, seed=0, keep=2)
     for step in (1, 2, 3, 10):
-        checkpointer.save(step, {})
+        save(checkpointer, step, {})
     assert [path.name for path in committed(tmp_path)] == ["step-00000003", "step-00000010"]
     assert latest(tmp_path) == tmp_path / "step-00000010"
     assert (tmp_path / "latest").read_text() == "step-00000010\n"
@@ -83,7 +159,7 @@ def test_keeps_the_newest_and_names_the_latest(tmp_path: Path, ranks: Ranks) -> 
 def test_keeps_one_of_every_so_many_for_good(tmp_path: Path, ranks: Ranks) -> None:
     checkpointer = make(tmp_path, ranks, seed=0, keep=1, keep_every=100)
     for step in (100, 150, 200, 300, 317):
-        checkpointer.save(step, {})
+        save(checkpointer, step, {})
     assert [int(path.name[5:]) for path in committed(tmp_path)] == [100, 200, 300, 317]
     with pytest.raises(ValueError, match=r"keep_every=250 must be a multiple of checkpoint.every_steps=100"):
         CheckpointConfig(keep_every=250).check()
@@ -91,7 +167,7 @@ def test_keeps_one_of_every_so_many_for_good(tmp_path: Path, ranks: Ranks) -> No
 
 def test_a_save_that_was_cut_is_not_a_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
     checkpointer = make(tmp_path, ranks, seed=0)
-    good = checkpointer.save(1, {})
+    good = save(checkpointer, 1, {})
     cut = tmp_path / "step-00000002.partial"
     cut.mkdir()
     (cut / "__0_0.distcp").write_bytes(b"torn")
@@ -100,13 +176,13 @@ def test_a_save_that_was_cut_is_not_a_checkpoint(tmp_path: Path, ranks: Ranks) -
     for content in ("", "step-00000099\n"):
         (tmp_path / "latest").write_text(content)
         assert latest(tmp_path) == good
-    checkpointer.save(2, {})
+    save(checkpointer, 2, {})
     assert not cut.exists()
 
 
 def test_another_run_is_refused_by_key(tmp_path: Path, ranks: Ranks) -> None:
     checkpointer = make(tmp_path, ranks, seed=0)
-    path = checkpointer.save(1, {"seed": 0, "data_fingerprint": "abc"})
+    path = save(checkpointer, 1, {"seed": 0, "data_fingerprint": "abc"})
     before = everything(checkpointer)
     with pytest.raises(ValueError, match="data_fingerprint='abc', this run has 'xyz'"):
         checkpointer.load(path, {"seed": 0, "data_fingerprint": "xyz"})
@@ -129,7 +205,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_file_named(
     tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture
 ) -> None:
     """Every file of it, cut, empty, changed or gone (case c34)."""
-    good = make(tmp_path, ranks, seed=0).save(1, {})
+    good = save(make(tmp_path, ranks, seed=0), 1, {})
     names = sorted(path.name for path in good.iterdir())
     assert names == [".metadata", "__0_0.distcp", "checksums.json", "state.json"]
     damages = (halve, flip_a_byte, lambda path: path.write_bytes(b""), Path.unlink)
@@ -145,7 +221,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_file_named(
     (tmp_path / "step-00000099").mkdir()
     assert find_to_resume(tmp_path, CheckpointConfig(), ranks) == good
     # What was passed over never passes for the newest again.
-    saved = make(tmp_path, ranks, seed=0, keep=1).save(2, {})
+    saved = save(make(tmp_path, ranks, seed=0, keep=1), 2, {})
     assert committed(tmp_path) == [saved]
     halve(saved / "__0_0.distcp")
     with pytest.raises(ValueError, match="all 1 checkpoints are damaged"):
@@ -156,27 +232,27 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_file_named(
 def test_a_full_disk_leaves_what_was_committed(tmp_path: Path, ranks: Ranks, room: int) -> None:
     """Whichever file it is that finds no room (case c35)."""
     checkpointer = make(tmp_path, ranks, seed=0)
-    good = checkpointer.save(1, {})
+    good = save(checkpointer, 1, {})
     assert (good / "__0_0.distcp").stat().st_size > 100_000
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
     try:
         with pytest.raises(SaveError, match=f"File too large.*free at the end; the last good checkpoint is {good}"):
-            checkpointer.save(2, {})
+            save(checkpointer, 2, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert [path.name for path in tmp_path.glob("step-*")] == [good.name]
     assert find_to_resume(tmp_path, CheckpointConfig(), ranks) == good
-    assert checkpointer.save(2, {}) == latest(tmp_path)
+    assert save(checkpointer, 2, {}) == latest(tmp_path)
 
 
 def test_resume_option(tmp_path: Path, ranks: Ranks) -> None:
     assert find_to_resume(tmp_path, CheckpointConfig(), ranks) is None
-    path = make(tmp_path, ranks, seed=0).save(1, {})
+    path = save(make(tmp_path, ranks, seed=0), 1, {})
     assert find_to_resume(tmp_path, CheckpointConfig(), ranks) == path
-    other = make(tmp_path / "other", ranks, seed=0).save(7, {})
+    other = save(make(tmp_path / "other", ranks, seed=0), 7, {})
     assert find_to_resume(tmp_path, CheckpointConfig(resume=str(other)), ranks) == path
-    make(tmp_path, ranks, seed=0).save(2, {})
+    save(make(tmp_path, ranks, seed=0), 2, {})
     with pytest.raises(ValueError, match="the run has gone on to"):
         find_to_resume(tmp_path, CheckpointConfig(resume=str(path)), ranks)
     with pytest.raises(ValueError, match=r"checkpoint\.resume is never"):
