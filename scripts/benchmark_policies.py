@@ -48,7 +48,7 @@ from adaptiveload.scheduling.cost_file import LAWS
 from adaptiveload.scheduling.metrics import load_cv
 from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.plan import StepPlan
-from adaptiveload.scheduling.policies import POLICIES, Policy, ScheduleConfig, build_policy
+from adaptiveload.scheduling.policies import POLICIES, Policy, ScheduleConfig, build_policy, num_replicas
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.simulation import MEASURED_PART, Simulation
 from adaptiveload.scheduling.updates import CostHistory
@@ -237,6 +237,7 @@ def make_schedule(
         ranks.device,
         meet=case.meet,
         ranks=ranks.world_size,
+        sharded_over=ranks.world_size // num_replicas(settings.shard_ranks, ranks.world_size),
         seq_lens=np.unique(table.computed_tokens()).tolist(),
         trained_share=trained_share(config),
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptiveload.scheduling.metrics import idle_share, load_cv, where_ranks_meet
+from adaptiveload.scheduling.metrics import load_cv, step_time, where_ranks_meet
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.scheduling.samples import SampleTable
@@ -96,9 +96,9 @@ def summarize(
     errors = [cost_error(plan, measured.busy_s) for plan, measured in zip(plans, measurements, strict=True)]
     pairs = list(zip(plans, measurements, strict=True))[warmup:]
     counted = [plan for plan, _ in pairs]
-    meet = counted[0].meet
-    planned = np.concatenate([where_ranks_meet(plan.costs_us, meet) for plan in counted])
-    busy = np.concatenate([where_ranks_meet(measured.busy_s, meet) for _, measured in pairs])
+    meet, replicas = counted[0].meet, counted[0].replicas
+    planned = np.concatenate([where_ranks_meet(plan.costs_us, meet, replicas) for plan in counted])
+    busy = np.concatenate([where_ranks_meet(measured.busy_s, meet, replicas) for _, measured in pairs])
     step_s = np.array([measured.step_s.max() for _, measured in pairs])
     tokens = np.array([int(plan.num_tokens.sum()) for plan in counted])
     samples = sum(plan.num_samples for plan in counted)
@@ -112,9 +112,9 @@ def summarize(
         "load_cv": load_cv(planned, "slot"),
         "measured_cv": load_cv(busy, "slot"),
         "step_time_cv": float(np.mean([load_cv(measured.busy_s, "step") for _, measured in pairs])),
-        "slot_time_cv": float(np.mean([load_cv(measured.busy_s, "slot") for _, measured in pairs])),
-        "idle_share_planned": idle_share(planned, "slot"),
-        "idle_share": idle_share(busy, "slot"),
+        "slot_time_cv": float(np.mean([load_cv(measured.busy_s, "slot", replicas) for _, measured in pairs])),
+        "idle_share_planned": _idle_share([plan.costs_us for plan in counted], meet, replicas),
+        "idle_share": _idle_share([measured.busy_s for _, measured in pairs], meet, replicas),
         "tokens_per_s": float(tokens.sum() / step_s.sum()),
         "tokens_per_s_step_p5": float(np.percentile(tokens / step_s, 5)),
         "tokens_per_s_step_min": float((tokens / step_s).min()),
@@ -134,6 +134,12 @@ def summarize(
         "pearson_squares": _pearson(sums[:, 2], seconds),
         "steps": steps,
     }
+
+
+def _idle_share(steps: Sequence[NDArray[Any]], meet: str, replicas: int) -> float:
+    """Idle share of steps together; each is [G, R]."""
+    walls = sum(step_time(costs, meet, replicas) for costs in steps)
+    return 1 - float(sum(costs.sum() for costs in steps)) / steps[0].shape[1] / walls if walls else 0.0
 
 
 def _step_record(plan: StepPlan, measured: StepMeasurement, table: SampleTable) -> Row:
