@@ -21,6 +21,7 @@ from tests.launching import ROOT, environment
 
 _PACKAGES = ("slurm-wlm", "munge")
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
+_PATH = os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))  # where the daemons are
 
 # cred_expire: a requeued job waits so many seconds before it starts again; less than 5 counts as 120, the default.
 _CONFIG = """
@@ -40,6 +41,7 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
@@ -61,7 +63,7 @@ class Slurm:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.environment = environment() | {"SLURM_CONF": str(root / "slurm.conf"), "VENV": sys.prefix}
+        self.environment = environment() | {"SLURM_CONF": str(root / "slurm.conf"), "VENV": sys.prefix, "PATH": _PATH}
         # The interpreter of the tests may be in no virtual environment of its own to activate.
         if not (Path(sys.prefix) / "bin" / "activate").exists():
             (root / "bin").mkdir()
@@ -94,7 +96,7 @@ class Slurm:
 
 def install() -> None:
     """Have Slurm's programs on this machine: in a container of root's own from the packages, else skip the test."""
-    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
     if os.geteuid() != 0:
         pytest.skip("a Slurm of one's own needs root: slurmd starts jobs as their users")
     if not missing:
