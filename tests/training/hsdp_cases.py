@@ -76,6 +76,8 @@ def main(config_path: str, output: str) -> None:
         if origin is not None:
             path = Path(output).parent / "runs" / f"layout-{origin}" / "checkpoints" / f"step-{BORDER:08d}"
             keys.append(f"checkpoint.resume={path}")
+        if name == "fsdp-from-hsdp":
+            keys.append("checkpoint.every_minutes=1e-6")  # after every step, then
         run = build_run(load_config(config_path, [*keys, f"output_dir={Path(output).parent / 'runs'}"]), ranks)
         assert run.first_step == (BORDER if origin else 0)
         assert train(run, StopSignals(), watch)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from adaptiveload.training.checkpoint_files import committed, step_of
 from tests.launching import launch
 from tests.training.hsdp_cases import BORDER, LAYOUTS, MAX_STEPS
 
@@ -23,7 +24,11 @@ def results(run_config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
         )
         for name in LAYOUTS
     }
-    return {**json.loads(output.read_text()), "rows": rows}
+    saved = {
+        name: [step_of(path) for path in committed(output.parent / "runs" / f"layout-{name}" / "checkpoints")]
+        for name in LAYOUTS
+    }
+    return {**json.loads(output.read_text()), "rows": rows, "saved": saved}
 
 
 def test_every_layout_trains_the_same_run(results: dict) -> None:
@@ -37,6 +42,13 @@ def test_every_layout_trains_the_same_run(results: dict) -> None:
             np.testing.assert_allclose(found, expected, rtol=TOLERANCE, err_msg=f"{name} {key}")
     assert results["placements"]["fsdp"] == ["S(0)"]
     assert results["placements"]["hsdp"] == ["R", "S(0)"]
+
+
+def test_all_ranks_save_by_one_clock(results: dict) -> None:
+    by_steps, both = [BORDER, MAX_STEPS], [MAX_STEPS - 1, MAX_STEPS]
+    assert results["saved"] == {
+        "fsdp": by_steps, "hsdp": by_steps, "hsdp-from-fsdp": [MAX_STEPS], "fsdp-from-hsdp": both
+    }  # fmt: skip
 
 
 def test_figures_of_saves(results: dict) -> None:
