@@ -2,7 +2,8 @@
 
     python -m scripts.launch --config_file configs/accelerate/1node.yaml --num_processes 8 train.py ...
 
-`accelerate launch` itself dies of SIGUSR1, gives the ranks 30 s after SIGTERM, and ends with 1 whatever they end with.
+`accelerate launch` itself dies of SIGUSR1, gives the ranks 30 s after SIGTERM, ends with 1 whatever they end with, and
+answers Ctrl-C with tracebacks.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Launch, wait, and end as the ranks did: with the exit code of the first that failed, 128 + n for signal n."""
     forward_signals()
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = error.get_first_failure()[1].exitcode
     except subprocess.CalledProcessError as error:
         code = error.returncode
+    except (KeyboardInterrupt, SignalException):  # Ctrl-C, which the ranks have got too
+        code = 128 + signal.SIGINT
     else:
         return
     sys.exit(code if code >= 0 else 128 - code)
