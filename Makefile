@@ -28,7 +28,7 @@ sample_data/latents/dataset.json: | $(VENV)/.installed
 	$(BIN)/python -m scripts.prepare --input sample_data/media --output sample_data/latents --codec dct --config configs/data/quickstart.yaml
 
 train: env data
-	CUDA_VISIBLE_DEVICES= $(BIN)/accelerate launch --config_file configs/accelerate/cpu.yaml --num_processes $(NUM_PROCESSES) train.py $(CONFIG)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m scripts.launch --config_file configs/accelerate/cpu.yaml --num_processes $(NUM_PROCESSES) train.py $(CONFIG)
 	$(MAKE) report
 
 report: env

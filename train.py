@@ -13,6 +13,9 @@ import signal
 import sys
 import time
 import traceback
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main` knows better: no traceback of each rank's imports
 from collections.abc import Iterator, Sequence
 
 from adaptiveload.scheduling.plan import StepPlan
@@ -39,7 +42,7 @@ from adaptiveload.training.run import Run, build_run, check_agreement
 from adaptiveload.training.schedule import Schedule, build_schedule
 from adaptiveload.training.startup_report import describe_schedule
 from adaptiveload.training.step_guard import MicroBatchLosses
-from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals
+from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals, end_at_interrupt
 from adaptiveload.training.workers import explain_worker_failure, start_worker_server
 
 
@@ -262,6 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     watch = None
     try:
         config = load_config(options.config, options.overrides)
+        is_first = os.environ.get("RANK", "0") == "0"
+        end_at_interrupt(f"train.py: interrupted; start {config.run_dir} again to go on" if is_first else None)
         stop = StopSignals()
         if config.checkpoint.is_on and not options.dry_run:
             stop.catch()

@@ -2,8 +2,9 @@
 
     python -m scripts.launch --config_file configs/accelerate/1node.yaml --num_processes 8 train.py ...
 
-`accelerate launch` itself dies of SIGUSR1, gives the ranks 30 s after SIGTERM, and ends with 1 whatever they end with.
-Ranks that ran out of memory and wrote down a lower limit are started again, at most `--memory_restarts` times (3).
+`accelerate launch` itself dies of SIGUSR1, gives the ranks 30 s after SIGTERM, ends with 1 whatever they end with, and
+answers Ctrl-C with tracebacks. Ranks that ran out of memory and wrote down a lower limit are started again, at most
+`--memory_restarts` times (3).
 """
 
 import argparse
@@ -42,6 +43,7 @@ def forward_signals() -> None:
 def launch(arguments: Sequence[str]) -> int:
     """Start the ranks and wait for them; exit code of the first that failed, 128 + n for signal n, else 0."""
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
@@ -51,6 +53,8 @@ def launch(arguments: Sequence[str]) -> int:
         code = int(error.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as error:
         code = error.returncode
+    except (KeyboardInterrupt, SignalException):  # Ctrl-C, which the ranks have got too
+        code = 128 + signal.SIGINT
     else:
         return 0
     return code if code >= 0 else 128 - code

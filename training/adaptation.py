@@ -20,6 +20,7 @@ from adaptiveload.training.distributed import Ranks
 
 SPEED_STEP = 10  # thousandths: finer differences between ranks are noise
 PERSISTENT = 2  # refits in a row that must find a rank slow
+TOLD = 0.25  # a refit is told when the median price has moved by this share since one was told; every one is kept
 
 
 class Planned(Protocol):
@@ -52,6 +53,7 @@ class Adaptation:
         self.online = OnlineFit(np.unique(schedule.table.computed_tokens()))
         self.speed = np.ones(ranks.world_size)
         self._slow_refits = np.zeros(ranks.world_size, np.int64)
+        self._told = law
 
     @property
     def adapts_speed(self) -> bool:
@@ -99,7 +101,7 @@ class Adaptation:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from `state`. Its updates are the schedule's already, see `build_schedule`."""
         if set(state["law"]) == set(vars(self.law)):
-            self.law = type(self.law)(**state["law"])
+            self.law = self._told = type(self.law)(**state["law"])
         self.online.load(state["observations"])
         if len(state["speed"]) == len(self.speed):
             self.speed = np.array(state["speed"])
@@ -133,7 +135,13 @@ class Adaptation:
             return None
         sizes = None
         if changes:
-            lines.append(f"cost law from step {from_step}: {_numbers(self.law)} -> {_numbers(law)}")
+            told_us = np.array(TableCost.of(self._told, self.online.lengths).prices_us, float)
+            moved = float(np.median(np.array(new.prices_us) / np.maximum(told_us, 1)))
+            if abs(moved - 1) > TOLD:
+                lines.append(
+                    f"cost law from step {from_step}: prices x {moved:.3g}, {_numbers(self._told)} -> {_numbers(law)}"
+                )
+                self._told = law
             self.law = law
             sizes, size_lines = self._batch_sizes(law, from_step)
             lines += size_lines

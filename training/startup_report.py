@@ -70,12 +70,20 @@ def _most_tokens(plan: StepPlan, schedule: Schedule, ranks: int) -> int:
 
 
 def warnings(schedule: Schedule, ranks: int) -> list[str]:
-    """Lines on what will not train well: too small a global batch for the ranks to be level."""
-    if not isinstance(schedule.policy, BalancedPolicy) or ranks == 1:
+    """Lines on what will not train well: too large a global batch for the data, or too small a one for level ranks."""
+    if not isinstance(schedule.policy, BalancedPolicy):
         return []
     ids = schedule.train_ids
+    given, draws = schedule.settings.samples_per_step, int(schedule.corpus.repeats[ids].sum())
+    if given > draws:
+        text = (
+            f"WARNING: schedule.samples_per_step={given} is more than the {draws} samples of an epoch: a step trains "
+        )
+        return [text + "on some of them more than once"]
+    if ranks == 1:
+        return []
     costs = schedule.history.initial.sample_us(schedule.table.computed_tokens(ids), schedule.table.text_len[ids])
-    enough, given = enough_samples_per_step(costs, ranks), schedule.settings.samples_per_step
+    enough = enough_samples_per_step(costs, ranks)
     if given >= enough or int(schedule.settings.lookahead) % ranks == 0:  # whole cohorts are level at any step size
         return []
     text = (

@@ -1,7 +1,10 @@
-"""Signals that ask a run to end soon: remembered until a step's border, where all ranks save and end together."""
+"""Signals that ask a run to end: at a step's border, where all ranks save and end together, or, by Ctrl-C, at once."""
 
 import contextlib
+import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -10,6 +13,7 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 STOPPED_EXIT_CODE = 85
 # Memory did not suffice; the run has written down a lower limit, and goes on under it when started again.
 LOWER_LIMIT_EXIT_CODE = 86
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 
 
 class StopSignals:
@@ -32,10 +36,32 @@ class StopSignals:
         self.received = number
 
 
+def end_at_interrupt(last_words: str | None) -> None:
+    """From now on Ctrl-C ends this process at once with `INTERRUPTED_EXIT_CODE` and one line, None for none.
+
+    A thread does it: the main one may wait for ranks that have ended already, and would never come back from there.
+    """
+    ours, woken = socket.socketpair()
+    for end in (ours, woken):
+        end.setblocking(end is ours)
+    signal.signal(signal.SIGINT, lambda *_: None)  # what counts is that Python writes its number to `woken`
+    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+
+    def wait() -> None:
+        with woken:
+            while signal.SIGINT not in ours.recv(64):
+                pass
+            if last_words is not None:
+                os.write(2, f"\n{last_words}\n".encode())
+            os._exit(INTERRUPTED_EXIT_CODE)
+
+    threading.Thread(target=wait, name="interrupt", daemon=True).start()
+
+
 @contextlib.contextmanager
 def block_stop_signals() -> Iterator[None]:
-    """Processes that are started meanwhile never see the signals; this one sees them afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Processes that are started meanwhile never see the signals, nor Ctrl-C; this one sees them afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGINT))
     try:
         yield
     finally:

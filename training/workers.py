@@ -51,10 +51,24 @@ def start_worker_server() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    with block_stop_signals():
+    with block_stop_signals(), _quiet_tracker():
         resource_tracker.ensure_running()  # it unblocks SIGTERM
     with block_stop_signals():
         forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _quiet_tracker() -> Iterator[None]:
+    """Have a resource tracker that starts now not warn of semaphores: it removes what a rank leaves that ends early."""
+    name, before = "PYTHONWARNINGS", os.environ.get("PYTHONWARNINGS")
+    os.environ[name] = ",".join(filter(None, (before, "ignore:resource_tracker")))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class Loaded(Generic[T]):

@@ -204,5 +204,6 @@ def test_startup_report_warns_of_small_steps_and_names_dropped_files(
     for words in ("cut.mp4: no frame decodes", "WARNING", "schedule.samples_per_step=2", "hours", "GiB"):
         assert words in report
     assert "WARNING" not in plan_with(run_config, "schedule.samples_per_step=40")
+    assert "a step trains on some of them more than once" in plan_with(run_config, "schedule.samples_per_step=70")
     auto = plan_with(run_config, "schedule.memory_limit_tokens=null", "schedule.lookahead=auto")
     assert "largest micro-batch" in auto

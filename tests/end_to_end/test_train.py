@@ -116,7 +116,13 @@ def test_killed_run_resumes_exactly(
 def start_and_wait(run_dir: Path, command: list[str], steps: int) -> subprocess.Popen:
     """A launch that has trained so many steps."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     deadline = time.monotonic() + 120
     metrics = run_dir / "metrics.jsonl"
@@ -157,6 +163,17 @@ def test_signals_save_at_the_next_step_and_end_for_a_requeue(
 
     launch(*keys, ranks=2)
     np.testing.assert_allclose(losses(run_dir), losses(one_rank), rtol=LOSS_TOLERANCE)
+
+
+def test_ctrl_c_ends_all_ranks_at_once_with_one_line(run_config: Path, output_dir: Path) -> None:
+    """A terminal sends it to every process of the launch."""
+    command = launch_command(run_config, "name=interrupted", "max_steps=10000", ranks=2, launcher=("scripts.launch",))
+    process = start_and_wait(output_dir / "interrupted", command, steps=2)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert output.count("train.py: interrupted; start") == 1
+    assert "Traceback" not in output
 
 
 def test_resume_refuses_another_dataset(

@@ -1,5 +1,7 @@
 """The kernels for tests: emulated on the CPU, and on a GPU where there is one."""
 
+import fcntl
+import os
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +69,17 @@ class Kernels:
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Extension:
-    return Extension(build_emulated(tmp_path_factory.mktemp("emulated")))
+    """Built once, also for several workers of pytest-xdist: their folders lie side by side."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    with (shared / "emulated.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = shared / "emulated"
+        if not folder.exists():
+            folder.mkdir()
+            build_emulated(folder)
+    return Extension(folder / "libadaln_emulated.so")
 
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])

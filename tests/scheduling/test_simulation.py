@@ -73,7 +73,7 @@ def least_levels(most_with_large, most_without, large_cost, num_slots, ranks, wo
 
 @pytest.mark.parametrize(("mix", "ranks"), [("mixed", 8), ("video", 8), ("mixed", 64), ("video", 64), ("mixed", 1024)])
 def test_balanced_idles_little_at_any_world_size(mix, ranks):
-    steps = 20 if ranks < 1024 else 6
+    steps = 20 if ranks < 1024 else 3
     for meet in ("slot", "step"):
         simulation = simulation_of(mix, ranks, meet, num_steps=steps)
         for limit, most in ((105_600, 0.005), (52_800, 0.075)):
