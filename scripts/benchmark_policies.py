@@ -173,6 +173,7 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, end: float
     say(ranks, ranks.describe())
     rows: list[Row] = []
     trainer: BenchmarkTrainer | None = None
+    unasked = os.environ.get(VARIABLE, "")
     for number, case in enumerate(cases):
         if trainer is None or trainer.name != case.model:
             trainer = None  # the memory of one must not count as the other's
@@ -182,7 +183,7 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, end: float
             kind: Callable[..., BenchmarkTrainer] = OwnTrainer if case.model == OwnTrainer.name else DiffusersTrainer
             trainer = kind(config, ranks)
             ranks.take_memory_peak_gib()
-        with_kernels(case.kernels)
+        with_kernels(case.kernels, unasked)
         schedule, law = make_schedule(case, table, order, options, config, ranks, gpu)
         now = time.monotonic()
         row_end = now + (end - now) / (len(cases) - number)
@@ -207,10 +208,9 @@ def sample_ids(options: argparse.Namespace, num_samples: int, ranks: int) -> np.
     return np.arange(wanted) * (num_samples // wanted)
 
 
-def with_kernels(choice: str) -> None:
-    """Have AdaLN computed as `choice` says from here on."""
-    if choice in CHOICES:
-        os.environ[VARIABLE] = choice
+def with_kernels(choice: str, unasked: str) -> None:
+    """Have AdaLN computed as `choice` says from here on; `unasked` is what the environment said at the start."""
+    os.environ[VARIABLE] = choice if choice in CHOICES else unasked
 
 
 def make_schedule(
