@@ -6,6 +6,7 @@ from pathlib import Path
 
 from adaptiveload.training.config import load_config
 from adaptiveload.training.distributed import finish_ranks, start_ranks
+from adaptiveload.training.group_watch import GroupWatch
 from adaptiveload.training.run import build_run
 from adaptiveload.training.stop_signals import StopSignals
 from train import train
@@ -28,7 +29,9 @@ def main(config_path: str, folder: str) -> None:
         said: list[str] = []
         if run.tracker is not None:
             run.tracker.message = said.append
-        assert train(run, StopSignals())
+        watch = GroupWatch(ranks.rank, run.config.watch, run.config.run_dir)
+        assert train(run, StopSignals(), watch)
+        watch.stop()
         run.feed.close()
         if run.tracker is not None:
             run.tracker.close()

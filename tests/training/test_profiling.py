@@ -8,6 +8,7 @@ import pytest
 
 from adaptiveload.training.config import load_config
 from adaptiveload.training.distributed import Ranks
+from adaptiveload.training.group_watch import GroupWatch
 from adaptiveload.training.profiling import ProfileConfig
 from adaptiveload.training.run import build_run
 from adaptiveload.training.stop_signals import StopSignals
@@ -18,14 +19,17 @@ STEPS = "profile.steps=[2, 3]"
 
 
 def train_here(run_config: Path, ranks: Ranks, *keys: str) -> tuple[Path, list[dict]]:
-    """A run of 5 steps in this process, and its rows of metrics.jsonl."""
+    """A run of 5 steps in this process, and its rows of steps in metrics.jsonl."""
     config = load_config(run_config, ["max_steps=5", "evaluation.max_samples=0", "cost.adaptive=true", *keys])
     run = build_run(config, ranks)
-    assert train(run, StopSignals())
+    watch = GroupWatch(ranks.rank, config.watch, config.run_dir)
+    assert train(run, StopSignals(), watch)
+    watch.stop()
     run.feed.close()
     run.profiler.close()
     run.tracker.close()
-    return config.run_dir, [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return config.run_dir, [row for row in rows if "train/loss" in row]
 
 
 def test_the_trace_of_two_steps_tells_what_the_timer_measured(
