@@ -98,6 +98,7 @@ def train(run: Run, stop: StopSignals, watch: GroupWatch) -> bool:
             watch.at(f"after step {step}, saving")
             saved = run.checkpointer.save(step + 1, run.saved_state(plan))
         if is_stopped:
+            watch.at(f"after step {step}, finishing its checkpoint")
             finish_saving(run, step)
             if run.tracker is not None:
                 name = signal.Signals(measured.stop_signal).name
@@ -296,6 +297,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if watch is not None:
             watch.end_all(1, f"rank {watch.rank}, at the start: {error}")
         sys.exit(f"train.py: {error}")
+    except Exception as error:
+        if watch is not None:
+            watch.end_all(1, f"rank {watch.rank}, at the start: {error!r}")
+        raise
     if run.first_step >= config.max_steps and ranks.is_main:
         print(f"{config.run_dir} has all {config.max_steps} steps: nothing left to train (raise max_steps to go on)")
     failed_with = None
@@ -306,7 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failed_with = give_up(watch, error)
     finally:
         run.feed.close()
-        run.profiler.close()
+        if failed_with is None:  # it waits for the GPU, where the others' collectives may be missing
+            run.profiler.close()
         if run.tracker is not None:
             run.tracker.close()
     if failed_with is not None:

@@ -25,7 +25,7 @@ class StepAssembler:
         meet: "slot" or "step".
         recompute: How much of a micro-batch is computed again.
         loss_weight_exponent: alpha in w_i = S_i ** alpha.
-        text_memory_tokens: Tokens that take the memory of one sample's text.
+        text_memory_tokens: Tokens that the memory limit counts for one sample's text.
         replicas: Groups of ranks that hold a copy of the model each.
     """
 
@@ -45,9 +45,13 @@ class StepAssembler:
         """Microseconds that computing all blocks of each draw again takes in `step`, int64 [n]."""
         return self.costs.cost_at(step).again_us(self.table.computed_tokens(draws.ids))
 
-    def memory_tokens(self, draws: Draws) -> IntArray:
-        """Tokens of each draw as its memory counts them, text included, int64 [n]."""
+    def limited_tokens(self, draws: Draws) -> IntArray:
+        """Tokens of each draw as the memory limit counts them, int64 [n]."""
         return self.table.computed_tokens(draws.ids) + self.text_memory_tokens
+
+    def kept_tokens(self, draws: Draws) -> IntArray:
+        """Tokens of each draw as recompute counts them: its text takes memory whatever the limit says, int64 [n]."""
+        return self.table.computed_tokens(draws.ids) + self.recompute.text_tokens
 
     def weights(self, draws: Draws) -> NDArray[np.float64]:
         """Loss weight of each draw, float64 [n]."""
@@ -64,7 +68,7 @@ class StepAssembler:
         flat = [bin_ for slot in plan_slots for bin_ in slot]
         shape = (len(plan_slots), len(plan_slots[0]))
         is_absent = np.array([bin_ is None for bin_ in flat]).reshape(shape)
-        recomputed = self.recompute.permille(_sums(self.memory_tokens(draws), flat))
+        recomputed = self.recompute.permille(_sums(self.kept_tokens(draws), flat))
         sums = _sums(self.sample_us(step, draws), flat)
         if self.recompute.level == "auto":  # the cost of "full" is in the law
             sums += _sums(self.again_us(step, draws), flat) * recomputed // ALL_BLOCKS

@@ -45,23 +45,26 @@ class BalancedPolicy:
     def plan(self, step: int) -> StepPlan:
         """Plan of optimizer step `step`, from 0."""
         draws = self.order.window(step * self.samples_per_step, self.samples_per_step)
-        recompute, limits = self.assembler.recompute, [self.memory_limit_tokens]
-        if recompute.level == "auto" and 0 < recompute.kept_tokens < limits[0]:
-            limits.insert(0, recompute.kept_tokens)  # more micro-batches that compute nothing again, or fewer that do
-        plans = [self._plan(step, draws, limit) for limit in limits]
-        return min(plans, key=planned_us)
-
-    def _plan(self, step: int, draws: Draws, limit: int) -> StepPlan:
-        """The plan whose micro-batches have at most `limit` tokens, or a single sample."""
-        assembler = self.assembler
-        # A floor under a sample's memory is a ceiling on the samples of a micro-batch; an oversize sample runs alone.
-        floor = -(-limit // self.max_samples_per_micro_batch)
-        tokens, costs = assembler.memory_tokens(draws), assembler.sample_us(step, draws)
-        if assembler.recompute.level == "auto":
-            costs = costs + assembler.again_us(step, draws) * assembler.recompute.permille(tokens) // ALL_BLOCKS
+        assembler, recompute = self.assembler, self.assembler.recompute
         overhead_us = self.slot_overhead_us
         if overhead_us is None:
             overhead_us = round(assembler.costs.cost_at(step).a_us)
+        plans = [self._plan(step, draws, assembler.limited_tokens(draws), self.memory_limit_tokens, overhead_us)]
+        if recompute.level == "auto" and 0 < recompute.kept_tokens < self.memory_limit_tokens:
+            # Fewer micro-batches that compute something again, or more that do not.
+            plans.append(self._plan(step, draws, assembler.kept_tokens(draws), recompute.kept_tokens, overhead_us))
+        beyond_us = max(overhead_us - round(assembler.costs.cost_at(step).a_us), 0)
+        return min(plans, key=lambda plan: planned_us(plan) + beyond_us * plan.num_slots)
+
+    def _plan(self, step: int, draws: Draws, tokens: IntArray, limit: int, overhead_us: int) -> StepPlan:
+        """The plan whose micro-batches have at most `limit` of `tokens`, or a single sample."""
+        assembler = self.assembler
+        # A floor under a sample's memory is a ceiling on the samples of a micro-batch; an oversize sample runs alone.
+        floor = -(-limit // self.max_samples_per_micro_batch)
+        costs = assembler.sample_us(step, draws)
+        if assembler.recompute.level == "auto":
+            shares = assembler.recompute.permille(assembler.kept_tokens(draws))
+            costs = costs + assembler.again_us(step, draws) * shares // ALL_BLOCKS
         mem, speed = np.clip(tokens, floor, limit), assembler.costs.speed_at(step, self.ranks)
         slots: list[list[list[int] | None]]
         if assembler.replicas > 1 and assembler.meet == "slot":

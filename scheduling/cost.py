@@ -172,7 +172,7 @@ GPU_TFLOPS = {
 }
 # Forward, backward and, under full recompute, forward again: linear layers take 2 forwards to go back, flash
 # attention 2.5 (it recomputes the scores). "auto" adds `again_us` to what computes nothing again.
-PASSES = {"none": (3.0, 3.5), "full": (4.0, 4.5), "auto": (3.0, 3.5)}
+PASSES = {"none": (3.0, 3.5), "full": (4.0, 4.5), "attention": (4.0, 3.5), "auto": (3.0, 3.5)}
 BLOCK_US = 1_200.0  # fixed microseconds per block and micro-batch: launches; with the next line it gives 0.06 s for
 PARAMETER_US = 0.018e-3  # 1.3B and 0.3 s for 14B, what FSDP steps of short samples take; per parameter: its gathers
 

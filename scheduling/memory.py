@@ -31,6 +31,11 @@ class MemoryModel:
         """Peak bytes while a micro-batch runs."""
         return self.static_bytes + self.token_bytes * num_tokens + self.sample_bytes * num_samples
 
+    def mixed(self, other: "MemoryModel", share: float) -> "MemoryModel":
+        """Memory of a micro-batch that is by `share` as `other` has it."""
+        pairs = ((value, getattr(other, name)) for name, value in vars(self).items())
+        return MemoryModel(*(mine + (its - mine) * share for mine, its in pairs))
+
     @property
     def text_tokens(self) -> int:
         """Tokens that take the memory of one sample's text."""

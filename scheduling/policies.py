@@ -58,6 +58,8 @@ class ScheduleConfig:
             blocks as its memory asks, their attention kept.
         kept_tokens, most_tokens: With "auto", most tokens of a micro-batch that keeps all blocks, and of one that
             computes all of them again; null takes what the memory model says.
+        recompute_text_tokens: Tokens that take the memory of one sample's text, which these two count; the trainer sets
+            it with them.
     """
 
     policy: str = "balanced"
@@ -80,6 +82,7 @@ class ScheduleConfig:
     recompute: str = "none"
     kept_tokens: int | None = None
     most_tokens: int | None = None
+    recompute_text_tokens: int = 0
 
 
 class Policy(Protocol):
@@ -240,7 +243,7 @@ def recompute_of(config: ScheduleConfig) -> Recompute:
         raise ValueError(
             "schedule.recompute=auto needs schedule.kept_tokens and schedule.most_tokens where there is no memory model"
         )
-    return Recompute("auto", config.kept_tokens, config.most_tokens)
+    return Recompute("auto", config.kept_tokens, config.most_tokens, config.recompute_text_tokens)
 
 
 def bucket_counts(table: SampleTable, order: EndlessOrder) -> IntArray:

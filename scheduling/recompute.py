@@ -24,11 +24,13 @@ class Recompute:
             as fit, without their attention.
         kept_tokens: With "auto", most tokens of a micro-batch that keeps all blocks.
         most_tokens: With "auto", most that fit when all blocks are computed again.
+        text_tokens: Tokens that take the memory of one sample's text; both lengths count them.
     """
 
     level: str
     kept_tokens: int = 0
     most_tokens: int = 0
+    text_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -44,7 +46,7 @@ class Recompute:
         return "attention" if self.level == "auto" else self.level
 
     def permille(self, num_tokens: IntArray) -> IntArray:
-        """Thousandths of the blocks, for micro-batches of so many tokens, texts counted as `text_memory_tokens`."""
+        """Thousandths of the blocks, for micro-batches of so many tokens, texts counted as `text_tokens`."""
         tokens = np.asarray(num_tokens, np.int64)
         if self.level != "auto":
             return np.full(tokens.shape, ALL_BLOCKS if self.level == "full" else 0, np.int64)

@@ -117,9 +117,9 @@ class OnlineFit:
     def load(self, state: Sequence[Any]) -> None:
         """Take the observations of `state` that are of known lengths; a changed data set may lack some."""
         known = set(self.lengths.tolist())
-        for rank, busy_s, counts, again in state:
+        for rank, busy_s, counts, *again in state:  # older checkpoints know of no recompute by micro-batch
             if all(length in known for length, _ in counts):
-                self.observe(rank, busy_s, dict(counts), again)
+                self.observe(rank, busy_s, dict(counts), *again)
 
     def _columns(self, powers: Sequence[float]) -> FloatArray:
         """Sum over samples of S ** power: observed micro-batches, then one of a single sample of each length."""

@@ -35,7 +35,8 @@ class ScheduleUpdate:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "ScheduleUpdate":
         """Inverse of `to_json`, also through JSON text."""
-        cost = record["cost"]
+        # Checkpoints from before `recompute: auto`, which alone asks for it, lack the last.
+        cost = {"agains_us": [0] * len(record["cost"]["lengths"]), **record["cost"]}
         speeds, sizes = record["speed_permille"], record["batch_sizes"]
         return cls(
             int(record["from_step"]),

@@ -69,6 +69,8 @@ def with_next_port(arguments: Sequence[str]) -> list[str]:
     for i, (word, following) in enumerate(zip(words, [*words[1:], ""], strict=True)):
         if word == _PORT and following not in ("", "0"):
             words[i + 1] = str(int(following) + 1)
+        elif word.startswith(f"{_PORT}=") and word != f"{_PORT}=0":
+            words[i] = f"{_PORT}={int(word.split('=')[1]) + 1}"
     return words
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from adaptiveload.scheduling.balanced import enough_samples_per_step
-from adaptiveload.scheduling.cost import GPU_TFLOPS, PASSES, CostModel, analytic_prior
+from adaptiveload.scheduling.cost import GPU_TFLOPS, CostModel, analytic_prior
 from adaptiveload.scheduling.cost_file import LAWS, CostFile
 from adaptiveload.scheduling.flops import MODELS
 from adaptiveload.scheduling.order import EndlessOrder
@@ -53,7 +53,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     cost.add_argument("--cost", default="wan_1_3b", help="file under configs/costs without .yaml, or a path")
     cost.add_argument("--gpu", choices=GPU_TFLOPS, help="price by FLOPs on this GPU instead of a cost file")
     parser.add_argument("--model", choices=MODELS, default="wan_1_3b", help="with --gpu: whose FLOPs")
-    parser.add_argument("--recompute", choices=PASSES, default="full", help="with --gpu")
+    parser.add_argument("--recompute", choices=("none", "full"), default="full", help="with --gpu")
     parser.add_argument("--law", choices=LAWS, default="two_term", help="which law of the cost file")
     parser.add_argument("--cost-exponent", type=float, help="the paper's p; default: that of the cost file")
     parser.add_argument("--world-size", type=int, nargs="+", default=[16], metavar="N")

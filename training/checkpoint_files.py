@@ -101,12 +101,12 @@ def step_of(path: Path) -> int:
 def remove(path: Path) -> None:
     """Remove a checkpoint; a crash meanwhile leaves nothing that looks like one."""
     torso = path.with_suffix(".partial")
-    if path != torso:
-        path.rename(torso)
     try:
+        if path != torso:
+            path.rename(torso)
         shutil.rmtree(torso)
     except OSError as error:  # NFS keeps files that somebody reads; the next save tries again
-        print(f"{torso} is not removed: {error}", flush=True)
+        print(f"{path} is not removed: {error}", flush=True)
 
 
 def read_state(path: Path, expected: Mapping[str, Any] | None = None) -> dict[str, Any]:

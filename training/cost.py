@@ -190,7 +190,8 @@ def build_models(
         else:
             memory = file.memory
     source = f"{config.file}, law {config.law}"
-    return RunModels(file.law(config.law), memory, kept_memory, source, file.memory is not None)
+    is_measured = file.memory is not None and not is_auto  # what computing all blocks again takes is a prior's
+    return RunModels(file.law(config.law), memory, kept_memory, source, is_measured)
 
 
 def resolve_memory(schedule: ScheduleConfig, models: RunModels, capacity_bytes: int) -> ScheduleConfig:
@@ -199,20 +200,20 @@ def resolve_memory(schedule: ScheduleConfig, models: RunModels, capacity_bytes: 
     Raises:
         ValueError: If weights and states leave no room for tokens.
     """
-    is_auto = schedule.recompute == "auto"
-    if schedule.memory_limit_tokens is None or (is_auto and None in (schedule.kept_tokens, schedule.most_tokens)):
-        text_tokens = max(models.memory.text_tokens, models.kept_memory.text_tokens if is_auto else 0)
-        schedule = replace(schedule, text_memory_tokens=text_tokens)
-    most = None
-    if is_auto:
-        kept = schedule.kept_tokens
-        if kept is None:
-            kept = models.kept_memory.max_tokens(capacity_bytes)
-        most = schedule.most_tokens
-        if most is None:
-            most = max(models.memory.max_tokens(capacity_bytes), kept + 1)
+    text_tokens = models.memory.text_tokens
+    if schedule.recompute == "auto":
+        text_tokens = max(text_tokens, models.kept_memory.text_tokens)
+        kept, most = schedule.kept_tokens, schedule.most_tokens
+        if kept is None or most is None:
+            schedule = replace(schedule, recompute_text_tokens=text_tokens)
+        try:
+            kept = models.kept_memory.max_tokens(capacity_bytes) if kept is None else kept
+            most = max(models.memory.max_tokens(capacity_bytes), kept + 1) if most is None else most
+        except ValueError as error:
+            keys = "schedule.kept_tokens and schedule.most_tokens, or schedule.recompute=full"
+            raise ValueError(f"schedule.recompute=auto: {error}, and {keys}") from error
         schedule = replace(schedule, kept_tokens=kept, most_tokens=most)
     if schedule.memory_limit_tokens is None:
-        limit = models.memory.max_tokens(capacity_bytes) if most is None else most
-        schedule = replace(schedule, memory_limit_tokens=limit)
+        limit = schedule.most_tokens if schedule.recompute == "auto" else models.memory.max_tokens(capacity_bytes)
+        schedule = replace(schedule, memory_limit_tokens=limit, text_memory_tokens=text_tokens)
     return schedule

@@ -128,6 +128,8 @@ class Profiler:
             do()
         except Exception as error:  # of Kineto, CUPTI or the disk: the run is worth more
             self.say(f"the profiler of rank {self.ranks.rank} could not {what}: {error}; the run goes on")
+            if self.ranks.device.type == "cuda":
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _start(self) -> None:
         self.folder.mkdir(exist_ok=True)

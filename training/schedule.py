@@ -209,6 +209,8 @@ def memory_conditions(config: RunConfig, ranks: int, device: torch.device, meet:
         "meet": meet,
         "recompute": config.schedule.recompute,
         "precision": config.precision,
+        "shard_ranks": config.schedule.shard_ranks,
+        "compile": config.compile,
     }
 
 
@@ -232,7 +234,17 @@ def build_stream_schedule(config: RunConfig, ranks: int, device: torch.device) -
     schedule_config = replace(config.schedule, meet=meet, cost_exponent=exponent)
     if schedule_config.recompute == "auto":
         lengths, share = [limit_of(schedule_config)], trained_share(config)
-        models = build_models(config, gpu, device, meet=meet, ranks=ranks, seq_lens=lengths, trained_share=share)
+        sharded_over = ranks // num_replicas(config.schedule.shard_ranks, ranks)
+        models = build_models(
+            config,
+            gpu,
+            device,
+            meet=meet,
+            ranks=ranks,
+            sharded_over=sharded_over,
+            seq_lens=lengths,
+            trained_share=share,
+        )
         schedule_config = resolve_memory(schedule_config, models, device_memory_bytes(gpu, device))
     resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
     return StreamSchedule(meet, identity, resolved)

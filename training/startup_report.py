@@ -9,7 +9,7 @@ import numpy as np
 from adaptiveload.scheduling.balanced import BalancedPolicy, enough_samples_per_step
 from adaptiveload.scheduling.metrics import idle_share, load_cv, step_time
 from adaptiveload.scheduling.plan import StepPlan
-from adaptiveload.scheduling.policies import limit_of
+from adaptiveload.scheduling.policies import limit_of, recompute_of
 from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.training.schedule import Schedule
 
@@ -119,8 +119,15 @@ def _bucket_lines(schedule: Schedule) -> Iterator[str]:
         if not count:
             continue
         tokens = int(table.shape_tokens[i])
-        cost = models.cost.micro_batch_us(models.cost.sample_us(np.array([tokens]), np.array([0])))
-        gib = models.memory.micro_batch_bytes(tokens, 1) / 2**30
+        length, settings = np.array([tokens]), schedule.settings
+        price, memory = models.cost.sample_us(length, np.array([0])), models.memory
+        if settings.recompute == "auto":
+            recompute = recompute_of(settings)
+            share = recompute.permille(length + recompute.text_tokens)
+            price = price + models.cost.again_us(length) * share // ALL_BLOCKS
+            memory = models.kept_memory.mixed(memory, int(share[0]) / ALL_BLOCKS)
+        cost = models.cost.micro_batch_us(price)
+        gib = memory.micro_batch_bytes(tokens, 1) / 2**30
         yield f"{shape!s:>16} {tokens:>8} {count:>8} {count * tokens / total:>14.1%} {cost[0] / 1e3:>14.1f} {gib:>7.2f}"
 
 

@@ -61,7 +61,7 @@ def mixed(num_samples):
 
 @pytest.mark.parametrize("meet", ["slot", "step"])
 def test_balanced_plans_level_and_packing_together(meet):
-    """Small micro-batches that keep everything, or fewer that do not: what is planned is never slower than either."""
+    """What is planned is never slower than small micro-batches that keep everything; the next test has the others."""
     table, order = mixed(3000)
     config = ScheduleConfig(samples_per_step=112, memory_limit_tokens=105_600, recompute="auto")
     config = replace(config, kept_tokens=36_000, most_tokens=180_000)
@@ -135,3 +135,16 @@ def test_refits_take_out_what_was_computed_again():
     other = OnlineFit(lengths)
     other.load(fit.state())
     assert other.observations == fit.observations
+
+
+def test_texts_take_memory_whatever_the_limit_counts():
+    """A limit of the user's own counts no text; where recompute begins counts it."""
+    table, order = mixed(3000)
+    config = ScheduleConfig(samples_per_step=112, memory_limit_tokens=50_400, recompute="auto")
+    config = replace(config, kept_tokens=36_000, most_tokens=180_000, recompute_text_tokens=100)
+    plan = build_policy(config, table, order, COST, 4, "step").plan(0)
+    counts = np.array([[len(members or ()) for members in slot] for slot in plan.slots])
+    assert plan.num_tokens.max() == 50_400, "the longest clip of the mix"
+    keeps = plan.num_tokens + 100 * counts <= 36_000
+    assert (plan.recomputed[keeps] == 0).all()
+    assert (plan.recomputed[~keeps] > 0).all()

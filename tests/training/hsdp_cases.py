@@ -73,6 +73,8 @@ def main(config_path: str, output: str) -> None:
     for name, (shard_ranks, meet, origin) in LAYOUTS.items():
         keys = [f"name=layout-{name}", f"schedule.shard_ranks={shard_ranks}", f"schedule.meet={meet}"]
         keys += [f"max_steps={MAX_STEPS}", f"checkpoint.every_steps={BORDER}", "evaluation.max_samples=0"]
+        if name.startswith("hsdp"):
+            keys += ["schedule.recompute=auto", "schedule.kept_tokens=20", "schedule.most_tokens=200"]
         if origin is not None:
             path = Path(output).parent / "runs" / f"layout-{origin}" / "checkpoints" / f"step-{BORDER:08d}"
             keys.append(f"checkpoint.resume={path}")

@@ -40,6 +40,7 @@ PARAMETERS = {
 SMALL_SHAPES = [(1, 96, 128, 0.5), (17, 96, 128, 0.3), (33, 96, 128, 0.2)]
 OTHER_SHAPES = {
     "quickstart": SMALL_SHAPES,
+    "loss_congruence": SMALL_SHAPES,
     "mmdit_tiny": SMALL_SHAPES,
     "wan_1_3b_lora": [(1, 480, 832, 0.2), (33, 480, 832, 0.4), (81, 480, 832, 0.4)],  # as docs/finetune.md cuts
     "wan2_2_ti2v_5b": [(1, 704, 1280, 0.5), (49, 352, 640, 0.3), (121, 704, 1280, 0.2)],

@@ -25,6 +25,7 @@ def write_run(run_config: Path, ranks: Ranks, folder: Path, *keys: str) -> Path:
     settings = (f"output_dir={folder}", "name=run", "evaluation.max_samples=0", *keys)
     run = build_run(load_config(run_config, settings), ranks)
     run.checkpointer.save(0, {"num_lost": 0, "num_skipped": 0, "position": 0, **run.schedule.identity})
+    run.checkpointer.finish()
     run.feed.close()
     if run.tracker is not None:
         run.tracker.close()
