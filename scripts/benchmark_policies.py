@@ -64,6 +64,7 @@ from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import build_models, device_memory_bytes, model_dims, resolve_gpu, resolve_memory
 from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
 from adaptiveload.training.figures import policies_figure
+from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.metrics import PEAK_FLOPS, StepMeasurement, cost_error
 from adaptiveload.training.policy_table import NAMES, Mix, Row, markdown, rate_rows, summarize
 from adaptiveload.training.schedule import model_geometry, resolve_meet, trained_share
@@ -107,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = load_config(options.config, options.overrides)
         ranks = start_ranks()
+        config = follow_launcher(config, os.environ, ranks.world_size)
         run(options, config, ranks, started + 60 * options.budget_minutes)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"benchmark_policies: {error}")
@@ -227,6 +229,8 @@ def make_schedule(
         config.schedule,
         policy=case.policy,
         recompute=case.recompute,
+        # The plain trainer shards over all ranks.
+        shard_ranks=0 if case.model == DiffusersTrainer.name else config.schedule.shard_ranks,
         samples_per_step=options.samples_per_rank * ranks.world_size,
         rank_speed=config.schedule.rank_speed if options.adaptive else "off",
     )
@@ -284,8 +288,9 @@ def measure(
         say(
             ranks,
             f"{name} step {number}: {measured.step_s.max():.3f} s, "
-            f"{plan.num_slots} slots, CV planned {load_cv(plan.costs_us, plan.meet):.4f} measured "
-            f"{load_cv(measured.busy_s, plan.meet):.4f}, cost error {cost_error(plan, measured.busy_s):.3f}",
+            f"{plan.num_slots} slots, CV planned {load_cv(plan.costs_us, plan.meet, plan.replicas):.4f} measured "
+            f"{load_cv(measured.busy_s, plan.meet, plan.replicas):.4f}, "
+            f"cost error {cost_error(plan, measured.busy_s):.3f}",
         )
         plans.append(plan)
         measurements.append(measured)

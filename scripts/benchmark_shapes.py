@@ -32,6 +32,7 @@ from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import device_memory_bytes, model_dims, provenance, resolve_gpu
 from adaptiveload.training.distributed import Ranks, clip_gradients, finish_ranks, reshard, start_ranks
+from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.live_step import build_model, run_micro_batch
 from adaptiveload.training.schedule import model_geometry, resolve_meet
 from adaptiveload.training.synthetic import synthetic_batch
@@ -106,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = load_config(options.config, options.overrides)
         ranks = start_ranks()
+        config = follow_launcher(config, os.environ, ranks.world_size)
         run(options, config, ranks, started)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"benchmark_shapes: {error}")

@@ -45,6 +45,7 @@ from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import device_name, model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, reshard, start_ranks
 from adaptiveload.training.kernel_profile import kernel_table, profiled_spans
+from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.metrics import PEAK_FLOPS
 from adaptiveload.training.schedule import model_geometry, resolve_meet
 from adaptiveload.training.step_bound import measure_bound, run_ms
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = load_config(options.config, options.overrides)
         cases = [parse_case(text, model_geometry(config.model)) for text in options.shapes]
         ranks = start_ranks()
+        config = follow_launcher(config, os.environ, ranks.world_size)
         run(options, config, cases, ranks, end + 60 * options.budget_minutes)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"benchmark_step: {error}")

@@ -255,7 +255,8 @@ def set_meeting(model: nn.Module, *, meet: str, is_last: bool) -> None:
     meet="slot": every unit gathers and reduces in every micro-batch (FSDP2's default).
     meet="step": units stay unsharded over the step and only the last micro-batch reduces, so that ranks may even run
     different numbers of micro-batches. All gathers are begun at once: gathered block by block, the ranks' first
-    micro-batches would wait for each other in every block. So ranks meet at the start and in the last backward.
+    micro-batches would wait for each other in every block. So ranks meet at the start and in the last backward. A
+    forward must follow before weights change: what is on its way would be used after it.
     Copies of the model add up their gradients in the last micro-batch alone, either way.
     """
     assert isinstance(model, FSDPModule)

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
 
 _KEY = "adaptiveload/end"
@@ -36,15 +37,19 @@ class WatchConfig:
 
     Attributes:
         timeout_s: Longest time that a rank may stand at one point of a step, waiting for others or computing. More
-            than `data.worker_timeout_s`, or data that does not come is called by this name.
+            than `data.worker_timeout_s`, or data that does not come is called by this name; at most 1,740.
     """
 
     timeout_s: float = 900.0
 
     def check(self) -> None:
         """Raise ValueError for a value outside its range, naming the key."""
-        if not self.timeout_s > 0:
-            raise ValueError(f"watch.timeout_s={self.timeout_s} must be positive")
+        most = default_pg_timeout.total_seconds() - GROUP_MARGIN_S
+        if not 0 < self.timeout_s <= most:
+            raise ValueError(
+                f"watch.timeout_s={self.timeout_s} must be positive, and at most {most:g}: torch's own timeout of "
+                "gloo's groups would come first"
+            )
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ class TrackingConfig:
     def check_installed(self) -> None:
         """Raise ValueError for a tracker whose package is missing; on every rank, before anything is built."""
         for name in self.trackers:
-            if importlib.util.find_spec(name) is None:
+            is_used = name != "wandb" or self.wandb != "disabled"
+            if is_used and importlib.util.find_spec(name) is None:
                 raise ValueError(f"tracking.trackers has {name}, which is not installed: pip install {name}")
 
 
