@@ -89,6 +89,11 @@ class Policy(Protocol):
     """Plans optimizer steps. `plan` gives the same plan whenever and wherever it is asked for the same step."""
 
     @property
+    def order(self) -> EndlessOrder:
+        """Order of the training samples."""
+        ...
+
+    @property
     def steps_in_first_epoch(self) -> int:
         """Whole steps in the first epoch, at least 1."""
         ...

@@ -166,6 +166,8 @@ def read_cost(args: argparse.Namespace) -> tuple[CostModel, float | None]:
 def read_table(args: argparse.Namespace, ranks: int) -> SampleTable:
     """Samples of the index, or of a mix large enough for `ranks`."""
     if args.index is None:
+        if not Path(args.mix).is_file():
+            raise ValueError(f"--mix {args.mix}: no such file")
         return SampleTable.from_mix(args.mix, ranks * args.epoch_samples_per_rank, args.seed)
     from adaptiveload.data.index import ShardIndex
 

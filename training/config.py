@@ -19,6 +19,7 @@ from adaptiveload.models.flow_matching import FlowMatchingConfig
 from adaptiveload.models.lora import LoraConfig
 from adaptiveload.models.wan import WanConfig
 from adaptiveload.scheduling.policies import ScheduleConfig
+from adaptiveload.scheduling.recompute import LEVELS
 from adaptiveload.training.checkpoint import CheckpointConfig
 from adaptiveload.training.cost import CostConfig
 from adaptiveload.training.ema import EmaConfig
@@ -94,6 +95,12 @@ class RunConfig:
                 f"precision={self.precision!r}: use bf16 or fp32 (quote it in YAML: an unquoted no/off is a bool)"
             )
         self.previews.check()
+        if self.schedule.recompute not in LEVELS:
+            raise ValueError(f"schedule.recompute={self.schedule.recompute!r}: use {', '.join(LEVELS)}")
+        if self.profile.steps and self.profile.steps[0] >= self.max_steps:
+            raise ValueError(
+                f"profile.steps={self.profile.steps}: the run ends with step {self.max_steps - 1}, counted from 0"
+            )
         if self.max_steps < 1:
             raise ValueError(f"max_steps={self.max_steps} must be at least 1")
         if not self.name or "/" in self.name:

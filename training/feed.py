@@ -216,7 +216,7 @@ class PlannedFeed:
     ) -> None:
         self.dataset = dataset
         self.rank = rank
-        self.epoch_size = int(corpus.repeats.sum())
+        self.epoch_size = policy.order.epoch_size
         self.table: SampleTable = corpus.table
         sampler = _PlanSampler(policy, corpus, rank, steps)
         self._plans = sampler.plans

@@ -28,7 +28,8 @@ class ProfileConfig:
     """Steps to look into with a profiler. Files are in `RUN/profile`, see docs/metrics.md.
 
     Attributes:
-        steps: First and last step of a trace, such as [10, 12], at most 10 steps; without them none is made.
+        steps: First and last step of a trace, counted from 0, such as [10, 12], at most 10 steps; without them there is
+            none.
         ranks: Ranks that write theirs.
         max_mib: A file that would be larger is not kept.
     """
