@@ -342,7 +342,8 @@ def give_up(watch: GroupWatch, error: Exception) -> int:
     if first == reason:
         print(f"train.py: {reason}", file=sys.stderr, flush=True)
     else:
-        own = str(error).partition("\n")[0][:200]
+        # It may be the cause all the same: a connection can break before the rank that fails has told why.
+        own = known or str(error).partition("\n")[0][:200]
         print(f"train.py: rank {rank} ends too: {position} ({own}). The reason: {first}", file=sys.stderr, flush=True)
     return first_code
 

@@ -207,7 +207,7 @@ def test_wandb_whose_server_goes_away_on_the_way_holds_up_neither_training_nor_e
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert time.monotonic() - ended < 15
-    assert float(output.split("slowest")[1]) < 1
+    assert float(output.split("slowest")[1].split()[0]) < 1
     assert server.groups[0] == "of the environment"
     assert "wandb has not finished in 2 s" in output
     assert steps_in(tmp_path / "run" / "metrics.jsonl") == list(range(50))
@@ -259,7 +259,8 @@ def test_service_of_wandb_that_stands_still_holds_up_neither_training_nor_exit(t
     assert result.returncode == 0, result.stdout + result.stderr
     assert steps_in(tmp_path / "run" / "metrics.jsonl") == list(range(300))
     assert "wandb has not finished in 1 s" in result.stdout + result.stderr
-    assert float(result.stdout.split("slowest")[1]) < 1  # without its thread the call after some 100 never returns
+    # Without its thread the call after some 100 never returns.
+    assert float(result.stdout.split("slowest")[1].split()[0]) < 1
 
 
 def tensorboard_steps(run_dir: Path, key: str) -> list[int]:
