@@ -134,16 +134,7 @@ def build_schedule(
     train_ids, held_out_ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     gpu = resolve_gpu(config.cost, device)
     meet = resolve_meet(config, gpu, device)
-    models = build_models(
-        config,
-        gpu,
-        device,
-        meet=meet,
-        ranks=ranks,
-        sharded_over=ranks // num_replicas(config.schedule.shard_ranks, ranks),
-        seq_lens=np.unique(table.computed_tokens()).tolist(),
-        trained_share=trained_share(config),
-    )
+    models = _models(config, gpu, device, meet, ranks, np.unique(table.computed_tokens()).tolist())
     schedule_config = resolve_memory(replace(config.schedule, meet=meet), models, device_memory_bytes(gpu, device))
     order = EndlessOrder(
         train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=corpus.repeats[train_ids]
@@ -233,18 +224,7 @@ def build_stream_schedule(config: RunConfig, ranks: int, device: torch.device) -
     exponent = _STREAM_COST_EXPONENT if config.schedule.cost_exponent is None else config.schedule.cost_exponent
     schedule_config = replace(config.schedule, meet=meet, cost_exponent=exponent)
     if schedule_config.recompute == "auto":
-        lengths, share = [limit_of(schedule_config)], trained_share(config)
-        sharded_over = ranks // num_replicas(config.schedule.shard_ranks, ranks)
-        models = build_models(
-            config,
-            gpu,
-            device,
-            meet=meet,
-            ranks=ranks,
-            sharded_over=sharded_over,
-            seq_lens=lengths,
-            trained_share=share,
-        )
+        models = _models(config, gpu, device, meet, ranks, [limit_of(schedule_config)])
         schedule_config = resolve_memory(schedule_config, models, device_memory_bytes(gpu, device))
     resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
     return StreamSchedule(meet, identity, resolved)
@@ -253,6 +233,20 @@ def build_stream_schedule(config: RunConfig, ranks: int, device: torch.device) -
 def model_geometry(model: ModelConfig) -> LatentGeometry:
     """Geometry of the latents that `model` takes."""
     return LatentGeometry(model.in_channels, spatial_stride=model.spatial_stride, patch=tuple(model.patch_size))
+
+
+def _models(config: RunConfig, gpu: str, device: torch.device, meet: str, ranks: int, seq_lens: list[int]) -> RunModels:
+    """Cost and memory models of a run over samples of `seq_lens` tokens, see `build_models`."""
+    return build_models(
+        config,
+        gpu,
+        device,
+        meet=meet,
+        ranks=ranks,
+        sharded_over=ranks // num_replicas(config.schedule.shard_ranks, ranks),
+        seq_lens=seq_lens,
+        trained_share=trained_share(config),
+    )
 
 
 def resolve_meet(config: RunConfig, gpu: str, device: torch.device) -> str:

@@ -41,7 +41,8 @@ def test_every_sample_once_in_groups_of_their_own(shard_ranks: int) -> None:
         costs = [each.costs_us for each in (plan, reference)]
         idle.append([idle_share(costs[0], "slot", plan.replicas), idle_share(costs[1], "slot")])
     print(f"{shard_ranks} ranks share a copy: idle {np.mean(idle, 0)[0]:.4f}, all of them {np.mean(idle, 0)[1]:.4f}")
-    assert np.mean(idle, 0)[0] < 0.04
+    # .0004, .0015 and .0017: windows of the mix are level to a tenth of a percent.
+    assert np.mean(idle, 0)[0] < 0.005
 
 
 def test_groups_meet_once_a_step_and_get_work_by_their_speed() -> None:
