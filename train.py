@@ -19,10 +19,10 @@ if __name__ == "__main__":
 from collections.abc import Iterator, Sequence
 
 from adaptiveload.scheduling.plan import StepPlan
-from adaptiveload.training.checkpoint import SaveError
 from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import device_name, model_dims
 from adaptiveload.training.distributed import clip_gradients, end_process, finish_ranks, reshard, start_ranks
+from adaptiveload.training.failures import explain_failure
 from adaptiveload.training.feed import MicroBatch
 from adaptiveload.training.group_watch import GroupWatch, group_timeout, start_recording
 from adaptiveload.training.launcher_settings import follow_launcher
@@ -43,7 +43,7 @@ from adaptiveload.training.schedule import Schedule, build_schedule
 from adaptiveload.training.startup_report import describe_schedule
 from adaptiveload.training.step_guard import MicroBatchLosses
 from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals, end_at_interrupt
-from adaptiveload.training.workers import explain_worker_failure, start_worker_server
+from adaptiveload.training.workers import start_worker_server
 
 
 def train(run: Run, stop: StopSignals, watch: GroupWatch) -> bool:
@@ -330,11 +330,7 @@ def give_up(watch: GroupWatch, error: Exception) -> int:
     """
     rank, position = watch.rank, watch.position
     code = error.exit_code if isinstance(error, MicroBatchMemoryError) else 1
-    known = explain_worker_failure(error, rank)
-    if isinstance(error, (MicroBatchMemoryError, SaveError)):
-        known = str(error)
-    elif "by peer" in str(error):  # gloo's words for a connection that broke
-        known = f"the connection to another rank broke, it has ended: look for its last words ({error})"
+    known = explain_failure(error)
     reason = f"rank {rank}, {position}: {known or repr(error)}"
     first_code, first = watch.end_all(code, reason)
     if first == reason and known is None:

@@ -136,7 +136,7 @@ class Loaded(Generic[T]):
         """The next item.
 
         Raises:
-            RuntimeError: If a worker has died, or an item took longer than `timeout_s`; see `explain_worker_failure`.
+            RuntimeError: If a worker has died, or an item took longer than `timeout_s`; see `failures.explain_failure`.
         """
         started = time.perf_counter()
         try:
@@ -248,18 +248,3 @@ def _end_with_rank() -> None:
 
     for end in (wait, obey):
         threading.Thread(target=end, name="end with rank", daemon=True).start()
-
-
-def explain_worker_failure(error: Exception, rank: int) -> str | None:
-    """What to tell the user if `error` is the DataLoader's way of saying that a worker died or hangs, else None."""
-    text = str(error)
-    if "DataLoader timed out" in text:
-        cause = "hangs: the storage does not answer (data.worker_timeout_s)"
-    elif "is killed by signal" in text or "exited unexpectedly" in text:
-        cause = (
-            "died. Killed from outside it is most often for memory: lower data.prefetch_mib or data.num_workers, "
-            "and see the kernel's log; by a bus error, for room in /dev/shm (docker run --shm-size)"
-        )
-    else:
-        return None
-    return f"rank {rank}: a data worker {cause}. The last checkpoint is good. ({text.splitlines()[0]})"

@@ -17,10 +17,10 @@ from adaptiveload.scheduling.cost import TwoTermCost
 from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.policies import POLICIES, ScheduleConfig, build_policy
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+from adaptiveload.training.failures import explain_failure
 from adaptiveload.training.feed import DataConfig, MicroBatch, MicroBatchDataset, PlannedFeed, PlannedSample
 from adaptiveload.training.ledger import Ledger
 from adaptiveload.training.stream import StreamDataset, StreamItem
-from adaptiveload.training.workers import explain_worker_failure
 
 GEOMETRY = LatentGeometry()
 COST = TwoTermCost(0.0, 100.0, 1.0, 1.0, 0.01)
@@ -125,7 +125,7 @@ def test_a_worker_that_hangs_is_explained(dataset: Path) -> None:
     feed = PlannedFeed(stuck, corpus, policy, 0, range(3), config, 2**20, pin_memory=False)
     with pytest.raises(RuntimeError) as caught:
         feed.next_step()
-    assert "data.worker_timeout_s" in str(explain_worker_failure(caught.value, 0))
+    assert "data.worker_timeout_s" in str(explain_failure(caught.value))
     feed.close()
 
 

@@ -17,8 +17,9 @@ import torch
 
 from adaptiveload.models.packing import filler_sample, pack
 from adaptiveload.training import handover
+from adaptiveload.training.failures import explain_failure
 from adaptiveload.training.feed import MicroBatch
-from adaptiveload.training.workers import TAKEN_OVER, Loaded, explain_worker_failure, start_worker_server
+from adaptiveload.training.workers import TAKEN_OVER, Loaded, start_worker_server
 from tests.launching import ROOT, data_workers, environment
 
 PROGRAM = """
@@ -83,13 +84,34 @@ def test_a_dead_worker_is_noticed_long_before_the_time_limit(dataset: Any) -> No
         list(itertools.islice(items, 10))
     items.close()
     assert time.monotonic() - started < 30
-    assert "a data worker died" in str(explain_worker_failure(caught.value, 0))
+    assert "a data worker died" in str(explain_failure(caught.value))
 
 
-def test_only_failures_of_workers_are_explained() -> None:
-    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-    assert "rank 3: a data worker died" in str(explain_worker_failure(error, 3))
-    assert explain_worker_failure(RuntimeError("NCCL"), 3) is None
+_RESET = "[pair.cc:553] Connection closed by peer [127.0.0.1]:57549. This is typically caused by a remote worker"
+_REMOTE = "NCCL error: remote process exited or there was a network error, NCCL version 2.28"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "a data worker died"),
+        # Words of a rank's connection too, which a worker that is killed within a message leaves as well.
+        (
+            RuntimeError(
+                "a DataLoader worker exited unexpectedly: ConnectionResetError(104, 'Connection reset by peer')"
+            ),
+            "a data worker died",
+        ),
+        (RuntimeError("DataLoader timed out after 5 seconds"), "a data worker hangs"),
+        (RuntimeError(_RESET), "the connection to another rank broke"),
+        (RuntimeError(_REMOTE), "the connection to another rank broke"),
+        (ConnectionResetError(104, "Connection reset by peer"), None),  # of a library, to its server
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+    ],
+)
+def test_only_known_failures_are_explained(error: Exception, cause: str | None) -> None:
+    assert (explain_failure(error) or "").startswith(cause or "")
+    assert (explain_failure(error) is None) == (cause is None)
 
 
 class _Tensors:

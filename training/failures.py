@@ -1,0 +1,33 @@
+"""What to tell the user about an error that ends a run, where its own words do not."""
+
+from adaptiveload.training.checkpoint import SaveError
+from adaptiveload.training.memory_limits import MicroBatchMemoryError
+
+# Of DataLoader, for a worker that has ended; of gloo and NCCL, for a rank that has.
+_DEAD_WORKER = ("is killed by signal", "exited unexpectedly")
+_DEAD_RANK = ("by peer", "remote process exit")
+
+
+def explain_failure(error: Exception) -> str | None:
+    """The cause in words for the user, None if nothing is known about such an error."""
+    text = str(error)
+    if isinstance(error, (MicroBatchMemoryError, SaveError)):
+        return text
+    if not isinstance(error, RuntimeError):
+        return None
+    if "DataLoader timed out" in text:
+        return _of_worker("hangs: the storage does not answer (data.worker_timeout_s)", text)
+    # Before what is said of ranks: the connection to a worker breaks in the same words.
+    if any(words in text for words in _DEAD_WORKER):
+        return _of_worker(
+            "died. Killed from outside it is most often for memory: lower data.prefetch_mib or data.num_workers, "
+            "and see the kernel's log; by a bus error, for room in /dev/shm (docker run --shm-size)",
+            text,
+        )
+    if any(words in text for words in _DEAD_RANK):
+        return f"the connection to another rank broke, it has ended: look for its last words ({text})"
+    return None
+
+
+def _of_worker(cause: str, text: str) -> str:
+    return f"a data worker {cause}. The last checkpoint is good. ({text.splitlines()[0]})"
