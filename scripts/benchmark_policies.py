@@ -8,6 +8,9 @@ Every policy runs with each of `--kernels`, `--recompute` and `--meet`; `--peer`
 write (diffusers, FSDP2, full checkpointing, equal_token, ranks meeting at the slot). The result is `policies.md` and
 `policies.json`, rewritten after every step, and a picture of the steps, `policies.png`, after every row.
 
+`--dry-run --ranks 8` needs no GPU and no launcher: the same table for as many ranks as one likes, of the same plans, as
+the cost and memory models predict it. `cost.gpu=h200` names the GPU.
+
 Tokens/s of rows compare only where their samples do. Over a few steps policies draw different ones: the bucket policies
 leave long clips in their queues until a bucket is full, and a token of a long clip takes several times as long. Two
 ways out:
@@ -43,15 +46,12 @@ import torch
 from matplotlib import pyplot as plt
 
 from adaptiveload.kernels.backends import CHOICES, VARIABLE
-from adaptiveload.scheduling.cost import PowerCost, TwoTermCost
 from adaptiveload.scheduling.cost_file import LAWS
 from adaptiveload.scheduling.metrics import load_cv
 from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.plan import StepPlan
-from adaptiveload.scheduling.policies import POLICIES, Policy, ScheduleConfig, build_policy, num_replicas
+from adaptiveload.scheduling.policies import POLICIES
 from adaptiveload.scheduling.samples import SampleTable
-from adaptiveload.scheduling.simulation import MEASURED_PART, Simulation
-from adaptiveload.scheduling.updates import CostHistory
 from adaptiveload.training.adaptation import Adaptation
 from adaptiveload.training.benchmark_trainers import (
     BenchmarkTrainer,
@@ -61,44 +61,55 @@ from adaptiveload.training.benchmark_trainers import (
     shapes_of,
 )
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.cost import build_models, device_memory_bytes, model_dims, resolve_gpu, resolve_memory
+from adaptiveload.training.cost import device_memory_bytes, device_name, model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
 from adaptiveload.training.figures import policies_figure
 from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.metrics import PEAK_FLOPS, StepMeasurement, cost_error
+from adaptiveload.training.policy_cases import (
+    Case,
+    SyntheticSchedule,
+    as_planned,
+    build_case_schedule,
+    spread_ids,
+    steps_to_run,
+    synthetic_table,
+)
 from adaptiveload.training.policy_table import NAMES, Mix, Row, markdown, rate_rows, summarize
-from adaptiveload.training.schedule import model_geometry, resolve_meet, trained_share
+from adaptiveload.training.schedule import resolve_meet
 
 EPOCH_SAMPLES_PER_RANK = 30_000  # as the simulator: the paper's large buckets fill late
 AS_IS = "default"  # of --kernels: what the environment says
 
 
-@dataclass
-class SyntheticSchedule:
-    """What `Adaptation` needs of a schedule, without a dataset."""
+@dataclass(frozen=True)
+class Benchmark:
+    """What all rows share.
 
+    Attributes:
+        options: The command line.
+        config: The run.
+        gpu: Whose rates a prior has.
+        device: Where this rank computes; of a prediction the CPU, which stands for `gpu`.
+        world_size: Ranks, real or predicted.
+        cases: Rows.
+        table: Samples of the mix.
+        order: Those that run, in their order.
+    """
+
+    options: argparse.Namespace
+    config: RunConfig
+    gpu: str
+    device: torch.device
+    world_size: int
+    cases: list[Case]
     table: SampleTable
     order: EndlessOrder
-    policy: Policy
-    meet: str
-    settings: ScheduleConfig
-    history: CostHistory
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of the table."""
-
-    model: str
-    kernels: str
-    recompute: str
-    meet: str
-    policy: str
 
     @property
-    def title(self) -> str:
-        """For a reader."""
-        return ", ".join(getattr(self, name) for name in NAMES)
+    def device_title(self) -> str:
+        """What computes, for a reader."""
+        return f"{self.gpu}, predicted" if self.options.dry_run else device_name(self.device)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -107,9 +118,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     try:
         config = load_config(options.config, options.overrides)
+        if options.dry_run:
+            config = follow_launcher(config, os.environ, options.ranks)
+            predict(prepare(options, config, options.ranks, torch.device("cpu")))
+            return
         ranks = start_ranks()
         config = follow_launcher(config, os.environ, ranks.world_size)
-        run(options, config, ranks, started + 60 * options.budget_minutes)
+        run(prepare(options, config, ranks.world_size, ranks.device), ranks, started + 60 * options.budget_minutes)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"benchmark_policies: {error}")
     finish_ranks(ranks)
@@ -121,7 +136,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("config", help="YAML of the run whose model, precision and schedule count")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys")
     parser.add_argument("--mix", default="configs/mixes/mixed.yaml", help="YAML of shapes and their shares")
-    parser.add_argument("--cost", type=Path, help="cost file (default: the prior from FLOPs)")
+    parser.add_argument("--cost", help="cost file (default: the prior from FLOPs)")
     parser.add_argument("--law", choices=LAWS, default="two_term")
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(reversed(POLICIES)))
     parser.add_argument("--kernels", nargs="+", choices=(AS_IS, *CHOICES), default=[AS_IS], help=f"as {VARIABLE}")
@@ -141,12 +156,41 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale-b2", type=float, default=1.0, help="make the cost law wrong: b2 (or b) times this")
     parser.add_argument("--adaptive", action="store_true", help="refit while it runs, as training does")
     parser.add_argument("--output", type=Path, required=True, help="folder for policies.json, .md and .png")
+    parser.add_argument("--dry-run", action="store_true", help="predict the table, run nothing")
+    parser.add_argument("--ranks", type=int, help="with --dry-run: predict for this many ranks")
     options = parser.parse_intermixed_args(arguments)
+    if options.dry_run != (options.ranks is not None):
+        parser.error("--dry-run and --ranks N go together; a launch has the ranks that it was launched with")
+    if options.dry_run and (options.peer or options.adaptive or options.kernels != [AS_IS]):
+        parser.error("--dry-run knows one model and what its cost file was fitted to: no --peer, --kernels, --adaptive")
     if options.adaptive and options.same_samples:
         parser.error("--adaptive changes the steps while they run: leave out --same-samples")
     if not options.policies and not options.peer:
         parser.error("nothing to measure: name --policies or --peer")
     return options
+
+
+def prepare(options: argparse.Namespace, config: RunConfig, world_size: int, device: torch.device) -> Benchmark:
+    """Rows and samples.
+
+    Raises:
+        ValueError: Of a cost, a mix or a number of samples that cannot be.
+    """
+    cost = replace(config.cost, file=options.cost, law=options.law, allow_mismatch=True)
+    schedule = replace(
+        config.schedule,
+        samples_per_step=options.samples_per_rank * world_size,
+        rank_speed=config.schedule.rank_speed if options.adaptive else "off",
+    )
+    config = replace(config, cost=cost, schedule=schedule)
+    gpu = resolve_gpu(cost, device)
+    num_samples = EPOCH_SAMPLES_PER_RANK * world_size
+    ids = np.arange(num_samples)
+    if options.same_samples:
+        ids = spread_ids(num_samples, options.steps * schedule.samples_per_step)
+    table = synthetic_table(options.mix, num_samples, config)
+    cases = cases_of(options, config, resolve_meet(config, gpu, device))
+    return Benchmark(options, config, gpu, device, world_size, cases, table, EndlessOrder(ids, schedule.seed))
 
 
 def cases_of(options: argparse.Namespace, config: RunConfig, meet: str) -> list[Case]:
@@ -162,52 +206,70 @@ def cases_of(options: argparse.Namespace, config: RunConfig, meet: str) -> list[
     return cases
 
 
-def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, end: float) -> None:
+def schedule_of(benchmark: Benchmark, case: Case) -> SyntheticSchedule:
+    """The steps of a row."""
+    config = benchmark.config
+    if case.model == DiffusersTrainer.name:  # it shards over all ranks
+        config = replace(config, schedule=replace(config.schedule, shard_ranks=0))
+    return build_case_schedule(
+        case,
+        benchmark.table,
+        benchmark.order,
+        config,
+        world_size=benchmark.world_size,
+        device=benchmark.device,
+        gpu=benchmark.gpu,
+        scale_b2=benchmark.options.scale_b2,
+    )
+
+
+def steps_of(benchmark: Benchmark, schedule: SyntheticSchedule) -> list[int]:
+    """Steps of a row, the warm-up first."""
+    options = benchmark.options
+    return steps_to_run(schedule, options.steps, options.warmup, is_epoch=options.same_samples)
+
+
+def predict(benchmark: Benchmark) -> None:
+    """Write the table that the models predict."""
+    rows: list[Row] = []
+    for case in benchmark.cases:
+        schedule = schedule_of(benchmark, case)
+        plans = [schedule.policy.plan(step) for step in steps_of(benchmark, schedule)]
+        measurements = [as_planned(plan, schedule) for plan in plans]
+        rows.append(vars(case) | figures_of(benchmark, schedule, plans, measurements) | {"is_complete": True})
+    write_results(rows, benchmark)
+    draw(rows, benchmark)
+    print((benchmark.options.output / "policies.md").read_text())
+
+
+def run(benchmark: Benchmark, ranks: Ranks, end: float) -> None:
     """Measure each row, until the time `end`, and write the table after every step."""
-    gpu = resolve_gpu(config.cost, ranks.device)
-    cases = cases_of(options, config, resolve_meet(config, gpu, ranks.device))
-    num_samples = EPOCH_SAMPLES_PER_RANK * ranks.world_size
-    table = SampleTable.from_mix(options.mix, num_samples, config.schedule.seed, model_geometry(config.model))
-    # As `synthetic_batch` makes them.
-    text_lens = np.full(len(table), config.model.text_len, np.int32)
-    table = replace(table, text_len=text_lens, text_joins=model_dims(config.model).text_joins)
-    order = EndlessOrder(sample_ids(options, num_samples, ranks.world_size), config.schedule.seed)
     say(ranks, ranks.describe())
     rows: list[Row] = []
     trainer: BenchmarkTrainer | None = None
     unasked = os.environ.get(VARIABLE, "")
-    for number, case in enumerate(cases):
+    for number, case in enumerate(benchmark.cases):
         if trainer is None or trainer.name != case.model:
             trainer = None  # the memory of one must not count as the other's
             gc.collect()
             if ranks.device.type == "cuda":
                 torch.cuda.empty_cache()
             kind: Callable[..., BenchmarkTrainer] = OwnTrainer if case.model == OwnTrainer.name else DiffusersTrainer
-            trainer = kind(config, ranks)
+            trainer = kind(benchmark.config, ranks)
             ranks.take_memory_peak_gib()
         with_kernels(case.kernels, unasked)
-        schedule, law = make_schedule(case, table, order, options, config, ranks, gpu)
+        schedule = schedule_of(benchmark, case)
         now = time.monotonic()
-        row_end = now + (end - now) / (len(cases) - number)
+        row_end = now + (end - now) / (len(benchmark.cases) - number)
         rows.append({})
-        for figures in measure(schedule, law, row_end, options, config, ranks, trainer):
+        for figures in measure(benchmark, schedule, row_end, ranks, trainer):
             rows[-1] = vars(case) | figures
             if ranks.is_main:  # a command that is cut leaves what it has
-                write_results(rows, options, config, ranks, table, law)
+                write_results(rows, benchmark)
         if ranks.is_main:
-            draw(rows, options)
+            draw(rows, benchmark)
     if ranks.is_main:
-        print((options.output / "policies.md").read_text())
-
-
-def sample_ids(options: argparse.Namespace, num_samples: int, ranks: int) -> np.ndarray:
-    """Samples of an epoch: all, or as many as the steps take, spread over the table, which may be sorted by length."""
-    if not options.same_samples:
-        return np.arange(num_samples)
-    wanted = options.steps * options.samples_per_rank * ranks
-    if wanted > num_samples:
-        raise ValueError(f"--same-samples: {wanted} samples are more than the mix has here, {num_samples}")
-    return np.arange(wanted) * (num_samples // wanted)
+        print((benchmark.options.output / "policies.md").read_text())
 
 
 def with_kernels(choice: str, unasked: str) -> None:
@@ -215,58 +277,14 @@ def with_kernels(choice: str, unasked: str) -> None:
     os.environ[VARIABLE] = choice if choice in CHOICES else unasked
 
 
-def make_schedule(
-    case: Case,
-    table: SampleTable,
-    order: EndlessOrder,
-    options: argparse.Namespace,
-    config: RunConfig,
-    ranks: Ranks,
-    gpu: str,
-) -> tuple[SyntheticSchedule, TwoTermCost | PowerCost]:
-    """The policy of a row over the samples, and the law that it plans with."""
-    settings = replace(
-        config.schedule,
-        policy=case.policy,
-        recompute=case.recompute,
-        # The plain trainer shards over all ranks.
-        shard_ranks=0 if case.model == DiffusersTrainer.name else config.schedule.shard_ranks,
-        samples_per_step=options.samples_per_rank * ranks.world_size,
-        rank_speed=config.schedule.rank_speed if options.adaptive else "off",
-    )
-    cost = replace(config.cost, file=str(options.cost) if options.cost else None, law=options.law, allow_mismatch=True)
-    models = build_models(
-        replace(config, schedule=settings, cost=cost),
-        gpu,
-        ranks.device,
-        meet=case.meet,
-        ranks=ranks.world_size,
-        sharded_over=ranks.world_size // num_replicas(settings.shard_ranks, ranks.world_size),
-        seq_lens=np.unique(table.computed_tokens()).tolist(),
-        trained_share=trained_share(config),
-    )
-    settings = resolve_memory(settings, models, device_memory_bytes(gpu, ranks.device))
-    name = "b2_us" if isinstance(models.cost, TwoTermCost) else "b_us"
-    law = replace(models.cost, **{name: getattr(models.cost, name) * options.scale_b2})
-    settings = Simulation(table, order, law, ranks.world_size, case.meet).resolved(settings)
-    history = CostHistory(law)
-    policy = build_policy(settings, table, order, history, ranks.world_size, case.meet)
-    return SyntheticSchedule(table, order, policy, case.meet, settings, history), law
-
-
 def measure(
-    schedule: SyntheticSchedule,
-    law: TwoTermCost | PowerCost,
-    end: float,
-    options: argparse.Namespace,
-    config: RunConfig,
-    ranks: Ranks,
-    trainer: BenchmarkTrainer,
+    benchmark: Benchmark, schedule: SyntheticSchedule, end: float, ranks: Ranks, trainer: BenchmarkTrainer
 ) -> Iterator[Row]:
     """Figures of one row after each measured step; no step begins that would not end by the time `end`."""
+    options, config = benchmark.options, benchmark.config
     adaptive = replace(config.cost, adaptive=options.adaptive)
-    adaptation = Adaptation(adaptive, schedule, law, ranks, plans_ahead=0)
-    steps = steps_of(schedule, options)
+    adaptation = Adaptation(adaptive, schedule, schedule.models.cost, ranks, plans_ahead=0)
+    steps = steps_of(benchmark, schedule)
     began = time.perf_counter()
     all_plans = [schedule.policy.plan(step) for step in steps]
     calls = trainer.warm_up([shapes for plan in all_plans for shapes in shapes_of(plan, schedule.table, ranks.rank)])
@@ -295,48 +313,48 @@ def measure(
         plans.append(plan)
         measurements.append(measured)
         if number >= options.warmup:
-            device_bytes = device_memory_bytes("", ranks.device)
-            limit = schedule.settings.memory_limit_tokens or 1
-            figures = summarize(plans, measurements, options.warmup, schedule.table, limit, device_bytes)
-            figures["is_complete"] = number == len(steps) - 1
-            yield figures | {"updates": [update.from_step for update in schedule.history.updates]}
+            yield figures_of(benchmark, schedule, plans, measurements) | {"is_complete": number == len(steps) - 1}
 
 
-def steps_of(schedule: SyntheticSchedule, options: argparse.Namespace) -> list[int]:
-    """Steps to run, the warm-up first: an epoch and some of its steps before it, or the midst of a long epoch."""
-    total = schedule.policy.steps_in_first_epoch
-    if options.same_samples:
-        return [*((total // 2 + step) % total for step in range(options.warmup)), *range(total)]
-    # Full buckets alone: the paper's policies start with the small ones.
-    first = int(MEASURED_PART[0] * total)
-    return list(range(first, first + options.warmup + options.steps))
+def figures_of(
+    benchmark: Benchmark,
+    schedule: SyntheticSchedule,
+    plans: Sequence[StepPlan],
+    measurements: Sequence[StepMeasurement],
+) -> Row:
+    """Figures of a row's steps, those of the warm-up apart."""
+    limit = schedule.settings.memory_limit_tokens or 1
+    device_bytes = device_memory_bytes(benchmark.gpu, benchmark.device)
+    figures = summarize(plans, measurements, benchmark.options.warmup, schedule.table, limit, device_bytes)
+    return figures | {"updates": [update.from_step for update in schedule.history.updates]}
 
 
-def write_results(
-    rows: list[Row],
-    options: argparse.Namespace,
-    config: RunConfig,
-    ranks: Ranks,
-    table: SampleTable,
-    law: TwoTermCost | PowerCost,
-) -> None:
-    """`policies.json` with everything, `policies.md` with the tables, `policies.png` with the steps."""
+def write_results(rows: list[Row], benchmark: Benchmark) -> None:
+    """`policies.json` with everything, `policies.md` with the tables."""
+    options, config = benchmark.options, benchmark.config
     options.output.mkdir(parents=True, exist_ok=True)
-    rate_rows(rows, mix_of(table, config, ranks), ranks.world_size)
+    rate_rows(rows, mix_of(benchmark), benchmark.world_size)
     about: dict[str, Any] = {
-        "world_size": ranks.world_size,
+        "world_size": benchmark.world_size,
+        "is_predicted": options.dry_run,
         "mix": str(options.mix),
         "memory_limit_tokens": config.schedule.memory_limit_tokens,
         "samples_per_rank": options.samples_per_rank,
         "same_samples": options.same_samples,
-        "cost": {"law": type(law).__name__, **vars(law), "scale_b2": options.scale_b2, "adaptive": options.adaptive},
-        "device": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu",
+        "cost": {
+            "file": config.cost.file,
+            "law": config.cost.law,
+            "scale_b2": options.scale_b2,
+            "adaptive": options.adaptive,
+        },
+        "device": benchmark.device_title,
         "torch": torch.__version__,
     }
     (options.output / "policies.json").write_text(json.dumps({**about, "policies": rows}, indent=1))
     samples = "the same samples for all" if options.same_samples else "each its own samples"
+    of_rank = f"{options.samples_per_rank} samples a rank"
     head = (
-        f"{ranks.world_size} x {about['device']}, {Path(options.mix).stem}, {options.samples_per_rank} samples a rank, "
+        f"{benchmark.world_size} x {about['device']}, {Path(options.mix).stem}, {of_rank}, "
         f"{about['memory_limit_tokens'] or 'fitted'} tokens, ranks meet every {rows[0]['meet']}, {samples}"
     )
     text = markdown(head, rows)
@@ -350,7 +368,7 @@ def write_results(
     (options.output / "policies.md").write_text(text)
 
 
-def draw(rows: list[Row], options: argparse.Namespace) -> None:
+def draw(rows: list[Row], benchmark: Benchmark) -> None:
     """`policies.png`: what each rank did in the steps of every row."""
     titles = [
         f"{', '.join(str(row[name]) for name in NAMES)}: {row['tokens_per_s_on_mix']:,.0f} tokens/s on the mix, "
@@ -358,13 +376,13 @@ def draw(rows: list[Row], options: argparse.Namespace) -> None:
         for row in rows
     ]
     figure = policies_figure(rows, titles)
-    figure.savefig(options.output / "policies.png", dpi=100)
+    figure.savefig(benchmark.options.output / "policies.png", dpi=100)
     plt.close(figure)
 
 
-def mix_of(table: SampleTable, config: RunConfig, ranks: Ranks) -> Mix:
+def mix_of(benchmark: Benchmark) -> Mix:
     """What the table's samples are worth; their FLOPs only on a device whose peak is known."""
-    name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+    table, config, name = benchmark.table, benchmark.config, benchmark.device_title.upper()
     peak = next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
     if peak is None:
         return Mix(table.num_tokens, table.computed_tokens(), None, None)

@@ -22,7 +22,7 @@ from adaptiveload.scheduling.shapes import LatentGeometry
 from adaptiveload.training.config import load_config
 from adaptiveload.training.schedule import build_schedule
 from adaptiveload.training.startup_report import describe_schedule
-from scripts import benchmark_shapes
+from scripts import benchmark_policies, benchmark_shapes
 from tests.launching import launch, run_script
 
 
@@ -137,11 +137,15 @@ def test_scan_of_another_model_is_not_mixed_in(measurements: Path, run_config: P
     assert "measurements of another model" in result.stderr
 
 
-def test_policies_are_measured_side_by_side(cost_file: Path, run_config: Path, tmp_path: Path) -> None:
+def write_mix(folder: Path) -> Path:
     shapes = ((1, 64, 64, 5), (5, 128, 128, 3), (9, 128, 256, 2))
     mix = {"shapes": [dict(zip(("frames", "height", "width", "share"), shape, strict=True)) for shape in shapes]}
-    (tmp_path / "mix.yaml").write_text(yaml.safe_dump(mix))
-    options = ("schedule.memory_limit_tokens=1024", "--mix", tmp_path / "mix.yaml", "--cost", cost_file)
+    (folder / "mix.yaml").write_text(yaml.safe_dump(mix))
+    return folder / "mix.yaml"
+
+
+def test_policies_are_measured_side_by_side(cost_file: Path, run_config: Path, tmp_path: Path) -> None:
+    options = ("schedule.memory_limit_tokens=1024", "--mix", write_mix(tmp_path), "--cost", cost_file)
     # A budget that is used up at once still gives each policy its row, of a single step.
     short = (*options, "--steps", 3, "--warmup", 1, "--budget-minutes", 0.01, "--output", tmp_path)
     assert "balanced: the budget ends its steps at 1" in launch_module("benchmark_policies", run_config, *short).stdout
@@ -207,3 +211,40 @@ def test_startup_report_warns_of_small_steps_and_names_dropped_files(
     assert "a step trains on some of them more than once" in plan_with(run_config, "schedule.samples_per_step=70")
     auto = plan_with(run_config, "schedule.memory_limit_tokens=null", "schedule.lookahead=auto")
     assert "largest micro-batch" in auto
+
+
+def test_a_table_is_predicted_for_more_ranks_than_there_are(
+    cost_file: Path, run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, without a launch: what the plans of real ranks would cost by the same file."""
+    keys = (str(run_config), "schedule.memory_limit_tokens=1024", "cost.gpu=h200", "--cost", str(cost_file))
+    options = (
+        *keys,
+        "--mix",
+        str(write_mix(tmp_path)),
+        "--samples-per-rank",
+        "8",
+        "--steps",
+        "3",
+        "--output",
+        str(tmp_path),
+        "--dry-run",
+    )
+    benchmark_policies.main([*options, "--ranks", "16", "--recompute", "none", "auto", "--meet", "slot", "step"])
+    written = json.loads((tmp_path / "policies.json").read_text())
+    assert (written["world_size"], written["is_predicted"], written["device"]) == (16, True, "h200, predicted")
+    assert "16 x h200, predicted" in capsys.readouterr().out
+    rows = written["policies"]
+    assert len(rows) == 2 * 2 * 3
+    for row in rows:
+        assert row["num_steps"] == 3
+        assert len(row["steps"][0]["costs_us"][0]) == 16
+        assert row["tokens_per_s"] == pytest.approx(row["tokens_per_s_planned"])
+        assert row["step_time_cv"] == pytest.approx(row["step_time_cv_planned"])
+        assert row["idle_share"] == pytest.approx(row["idle_share_planned"])
+        assert 0 < row["memory_share"] < 1
+        assert 0 < row["mfu_on_mix"] < 1
+    with pytest.raises(SystemExit):
+        benchmark_policies.main([*options])
+    with pytest.raises(SystemExit):
+        benchmark_policies.main([*options, "--ranks", "16", "--peer"])
