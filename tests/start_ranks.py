@@ -23,9 +23,9 @@ def main() -> int:
         for r in map(str, range(int(num_ranks)))
     ]
     try:
-        while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks):
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
             time.sleep(0.02)
-        time.sleep(0.5 if any(rank.poll() is None for rank in ranks) else 0)  # the others may have words of their own
+        time.sleep(0.5 if None in codes else 0)  # the others may have words of their own
     finally:
         for rank in ranks:
             if rank.poll() is None:
