@@ -61,21 +61,22 @@ from adaptiveload.training.benchmark_trainers import (
     shapes_of,
 )
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.cost import device_memory_bytes, device_name, model_dims, resolve_gpu
+from adaptiveload.training.cost import device_memory_bytes, device_name, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
 from adaptiveload.training.figures import policies_figure
 from adaptiveload.training.launcher_settings import follow_launcher
-from adaptiveload.training.metrics import PEAK_FLOPS, StepMeasurement, cost_error
+from adaptiveload.training.metrics import StepMeasurement, cost_error
 from adaptiveload.training.policy_cases import (
     Case,
     SyntheticSchedule,
     as_planned,
     build_case_schedule,
+    mix_of,
     spread_ids,
     steps_to_run,
     synthetic_table,
 )
-from adaptiveload.training.policy_table import NAMES, Mix, Row, markdown, rate_rows, summarize
+from adaptiveload.training.policy_table import NAMES, Row, markdown, rate_rows, summarize
 from adaptiveload.training.schedule import resolve_meet
 
 EPOCH_SAMPLES_PER_RANK = 30_000  # as the simulator: the paper's large buckets fill late
@@ -136,7 +137,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("config", help="YAML of the run whose model, precision and schedule count")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys")
     parser.add_argument("--mix", default="configs/mixes/mixed.yaml", help="YAML of shapes and their shares")
-    parser.add_argument("--cost", help="cost file (default: the prior from FLOPs)")
+    parser.add_argument(
+        "--cost",
+        nargs="+",
+        default=[],
+        help="cost files; each row takes the one that was fitted to what is most like it (default: a prior from FLOPs)",
+    )
     parser.add_argument("--law", choices=LAWS, default="two_term")
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(reversed(POLICIES)))
     parser.add_argument("--kernels", nargs="+", choices=(AS_IS, *CHOICES), default=[AS_IS], help=f"as {VARIABLE}")
@@ -176,7 +182,7 @@ def prepare(options: argparse.Namespace, config: RunConfig, world_size: int, dev
     Raises:
         ValueError: Of a cost, a mix or a number of samples that cannot be.
     """
-    cost = replace(config.cost, file=options.cost, law=options.law, allow_mismatch=True)
+    cost = replace(config.cost, file=options.cost[0] if options.cost else None, law=options.law)
     schedule = replace(
         config.schedule,
         samples_per_step=options.samples_per_rank * world_size,
@@ -219,6 +225,7 @@ def schedule_of(benchmark: Benchmark, case: Case) -> SyntheticSchedule:
         world_size=benchmark.world_size,
         device=benchmark.device,
         gpu=benchmark.gpu,
+        cost_files=benchmark.options.cost,
         scale_b2=benchmark.options.scale_b2,
     )
 
@@ -333,7 +340,7 @@ def write_results(rows: list[Row], benchmark: Benchmark) -> None:
     """`policies.json` with everything, `policies.md` with the tables."""
     options, config = benchmark.options, benchmark.config
     options.output.mkdir(parents=True, exist_ok=True)
-    rate_rows(rows, mix_of(benchmark), benchmark.world_size)
+    rate_rows(rows, mix_of(benchmark.table, config.model, benchmark.device_title), benchmark.world_size)
     about: dict[str, Any] = {
         "world_size": benchmark.world_size,
         "is_predicted": options.dry_run,
@@ -342,7 +349,7 @@ def write_results(rows: list[Row], benchmark: Benchmark) -> None:
         "samples_per_rank": options.samples_per_rank,
         "same_samples": options.same_samples,
         "cost": {
-            "file": config.cost.file,
+            "files": options.cost,
             "law": config.cost.law,
             "scale_b2": options.scale_b2,
             "adaptive": options.adaptive,
@@ -378,18 +385,6 @@ def draw(rows: list[Row], benchmark: Benchmark) -> None:
     figure = policies_figure(rows, titles)
     figure.savefig(benchmark.options.output / "policies.png", dpi=100)
     plt.close(figure)
-
-
-def mix_of(benchmark: Benchmark) -> Mix:
-    """What the table's samples are worth; their FLOPs only on a device whose peak is known."""
-    table, config, name = benchmark.table, benchmark.config, benchmark.device_title.upper()
-    peak = next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
-    if peak is None:
-        return Mix(table.num_tokens, table.computed_tokens(), None, None)
-    dims = model_dims(config.model)
-    lengths, counts = np.unique(table.num_tokens, return_counts=True)
-    flops = [dims.train_flops(int(length), config.model.text_len) for length in lengths]
-    return Mix(table.num_tokens, table.computed_tokens(), float(np.average(flops, weights=counts)), peak)
 
 
 def say(ranks: Ranks, text: str) -> None:

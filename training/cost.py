@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -118,9 +118,9 @@ def device_memory_bytes(gpu: str, device: torch.device) -> int:
     return int(GPU_MEMORY_BYTES.get(gpu, psutil.virtual_memory().total))
 
 
-def provenance(config: "RunConfig", gpu: str, device: torch.device, meet: str, ranks: int) -> dict[str, object]:
+def provenance(config: "RunConfig", gpu: str, device: torch.device, meet: str, ranks: int) -> dict[str, Any]:
     """What a cost file is fitted for, but for the recompute level, which its layout gets as well."""
-    layout: dict[str, object] = {
+    layout: dict[str, Any] = {
         "precision": config.precision,
         "meet": meet,
         "ranks": ranks,
@@ -137,6 +137,14 @@ def provenance(config: "RunConfig", gpu: str, device: torch.device, meet: str, r
         "layout": layout,
         "versions": {"torch": torch.__version__},
     }
+
+
+def mismatches(file: CostFile, run: "RunConfig", gpu: str, device: torch.device, meet: str, ranks: int) -> list[str]:
+    """What `file` was fitted for and the run is not, a phrase each. Arguments as of `build_models`."""
+    here = provenance(run, gpu, device, meet, ranks)
+    # "auto" adds to what was measured without recompute.
+    recompute = "none" if run.schedule.recompute == "auto" else run.schedule.recompute
+    return file.mismatches(here["gpu"], here["model"], {**here["layout"], "recompute": recompute}, here["versions"])
 
 
 def build_models(
@@ -175,12 +183,8 @@ def build_models(
         cost = prior if config.law == "two_term" else power_law_of(prior, seq_lens, limit)
         return RunModels(cost, memory, kept_memory, "a prior from FLOPs, not measured", False)
     file = CostFile.read(config.file)
-    here = provenance(run, gpu, device, meet, ranks)
-    # "auto" adds to what was measured without recompute.
-    layout = {**here["layout"], "recompute": "none" if is_auto else recompute}  # type: ignore[dict-item]
-    mismatches = file.mismatches(here["gpu"], here["model"], layout, here["versions"])  # type: ignore[arg-type]
-    if mismatches:
-        message = f"{config.file} was fitted for something else: {'; '.join(mismatches)}"
+    if found := mismatches(file, run, gpu, device, meet, ranks):
+        message = f"{config.file} was fitted for something else: {'; '.join(found)}"
         if not config.allow_mismatch:
             raise ValueError(f"{message}. Fit one here (scripts.benchmark_shapes), or set cost.allow_mismatch=true")
         logger.warning("%s; used all the same (cost.allow_mismatch)", message)

@@ -1,12 +1,15 @@
 """Schedules on samples of a mix: what `scripts.benchmark_policies` runs, or predicts for as many ranks as one likes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from adaptiveload.models.config import ModelConfig
 from adaptiveload.scheduling.cost import TwoTermCost
+from adaptiveload.scheduling.cost_file import CostFile
 from adaptiveload.scheduling.metrics import step_time
 from adaptiveload.scheduling.order import EndlessOrder
 from adaptiveload.scheduling.plan import StepPlan
@@ -16,9 +19,16 @@ from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.simulation import MEASURED_PART, Simulation
 from adaptiveload.scheduling.updates import CostHistory
 from adaptiveload.training.config import RunConfig
-from adaptiveload.training.cost import RunModels, build_models, device_memory_bytes, model_dims, resolve_memory
-from adaptiveload.training.metrics import StepMeasurement
-from adaptiveload.training.policy_table import NAMES
+from adaptiveload.training.cost import (
+    RunModels,
+    build_models,
+    device_memory_bytes,
+    mismatches,
+    model_dims,
+    resolve_memory,
+)
+from adaptiveload.training.metrics import PEAK_FLOPS, StepMeasurement
+from adaptiveload.training.policy_table import NAMES, Mix
 from adaptiveload.training.schedule import model_geometry, trained_share
 
 
@@ -68,6 +78,17 @@ def synthetic_table(mix: str | Path, num_samples: int, config: RunConfig) -> Sam
     return replace(table, text_len=text_lens, text_joins=model_dims(config.model).text_joins)
 
 
+def mix_of(table: SampleTable, model: ModelConfig, device: str) -> Mix:
+    """What the table's samples are worth to the model; their FLOPs only on a device whose peak is known by its name."""
+    peak = next((flops for known, flops in PEAK_FLOPS.items() if known in device.upper()), None)
+    if peak is None:
+        return Mix(table.num_tokens, table.computed_tokens(), None, None)
+    dims = model_dims(model)
+    lengths, counts = np.unique(table.num_tokens, return_counts=True)
+    flops = [dims.train_flops(int(length), model.text_len) for length in lengths]
+    return Mix(table.num_tokens, table.computed_tokens(), float(np.average(flops, weights=counts)), peak)
+
+
 def spread_ids(num_samples: int, wanted: int) -> np.ndarray:
     """`wanted` rows of a table of `num_samples`, spread over it: it may be sorted by length.
 
@@ -88,6 +109,7 @@ def build_case_schedule(
     world_size: int,
     device: torch.device,
     gpu: str,
+    cost_files: Sequence[str] = (),
     scale_b2: float = 1.0,
 ) -> SyntheticSchedule:
     """The policy of a row over the samples; of the paper's policies with the slots nearest to `samples_per_step`.
@@ -100,11 +122,18 @@ def build_case_schedule(
         world_size: Ranks.
         device: Whose memory counts; on a CPU that of `gpu`.
         gpu: From `resolve_gpu`.
+        cost_files: The one with the fewest mismatches prices the row; without any a prior does.
         scale_b2: Makes the law wrong: b2 (or b) times this.
     """
     settings = replace(config.schedule, policy=case.policy, recompute=case.recompute)
+    config = replace(config, schedule=settings)
+    nearest = min(
+        cost_files,
+        key=lambda path: len(mismatches(CostFile.read(path), config, gpu, device, case.meet, world_size)),
+        default=None,
+    )
     models = build_models(
-        replace(config, schedule=settings),
+        replace(config, cost=replace(config.cost, file=nearest, allow_mismatch=True)),
         gpu,
         device,
         meet=case.meet,

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The paper's table on one machine: what micro-batches cost, then each policy with kernels off and on, all blocks
+# recomputed and as few as fit, ranks meeting every slot and every step; HSDP beside FSDP; what the models predict.
+#   scripts/paper_table.sh NUM_GPUS OUTPUT [CONFIG [key=value ...]]
+# Variables: MIX, LIMIT (tokens; null: what fits), ACCELERATE (its configuration), SCAN_MINUTES, TABLE_MINUTES,
+# SAMPLES_PER_RANK, STEPS, STAGES (of "scan table hsdp predict"; a later call can do the rest), SCAN_OPTIONS, PEER.
+set -euo pipefail
+gpus=$1 output=$2 config=${3:-configs/wan_1_3b.yaml}
+overrides=("${@:4}" "schedule.memory_limit_tokens=${LIMIT:-105600}")
+mix=${MIX:-configs/mixes/mixed.yaml} stages=" ${STAGES:-scan table hsdp predict} "
+mkdir -p "$output"
+
+launch() {
+    python -m scripts.launch --config_file "${ACCELERATE:-configs/accelerate/1node.yaml}" --num_processes "$gpus" -m "$@"
+}
+
+policies() {  # OUTPUT [option ...]
+    launch scripts.benchmark_policies "$config" "${overrides[@]}" --mix "$mix" --cost "$output"/cost-*.yaml \
+        --samples-per-rank "${SAMPLES_PER_RANK:-28}" --steps "${STEPS:-12}" --budget-minutes "${TABLE_MINUTES:-9}" \
+        --output "$output/$1" "${@:2}"
+}
+
+if [[ $stages == *" scan "* ]]; then
+    # shellcheck disable=SC2086 # options
+    launch scripts.benchmark_shapes "$config" "${overrides[@]}" --output "$output/scan.parquet" \
+        --recompute none full --budget-minutes "${SCAN_MINUTES:-9}" ${SCAN_OPTIONS:-}
+    for level in none full; do
+        python -m scripts.fit_cost_model "$output/scan.parquet" --recompute $level --output "$output/cost-$level.yaml" \
+            --mix "$mix"
+    done
+fi
+if [[ $stages == *" table "* ]]; then
+    policies table --kernels reference cuda --recompute full auto --meet slot step ${PEER---peer}
+fi
+if [[ $stages == *" hsdp "* ]]; then
+    policies fsdp --policies balanced --meet slot
+    policies hsdp --policies balanced --meet slot schedule.shard_ranks=$((gpus / 2))
+fi
+if [[ $stages == *" predict "* ]]; then
+    python -m scripts.benchmark_policies "$config" "${overrides[@]}" --mix "$mix" --cost "$output"/cost-*.yaml \
+        --dry-run --ranks "$gpus" --samples-per-rank "${SAMPLES_PER_RANK:-28}" --steps 48 \
+        --recompute full auto --meet slot step --output "$output/predicted"
+fi
