@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptiveload.scheduling.metrics import load_cv, step_time, where_ranks_meet
+from adaptiveload.scheduling.metrics import load_cv, step_time, step_time_cv, where_ranks_meet
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.scheduling.samples import SampleTable
@@ -113,9 +113,9 @@ def summarize(
         "meet": meet,
         "load_cv": load_cv(planned, "slot"),
         "measured_cv": load_cv(busy, "slot"),
-        "step_time_cv": float(np.mean([load_cv(measured.busy_s, "step") for _, measured in pairs])),
+        "step_time_cv": float(np.mean([step_time_cv(measured.busy_s) for _, measured in pairs])),
         "slot_time_cv": float(np.mean([load_cv(measured.busy_s, "slot", replicas) for _, measured in pairs])),
-        "step_time_cv_planned": float(np.mean([load_cv(plan.costs_us, "step") for plan in counted])),
+        "step_time_cv_planned": float(np.mean([step_time_cv(plan.costs_us) for plan in counted])),
         "tokens_per_s_planned": float(tokens.sum() / sum(step_time(p.costs_us, meet, replicas) for p in counted) * 1e6),
         "idle_share_planned": _idle_share([plan.costs_us for plan in counted], meet, replicas),
         "idle_share": _idle_share([measured.busy_s for _, measured in pairs], meet, replicas),
