@@ -42,7 +42,7 @@ from adaptiveload.training.run import Run, build_run, check_agreement
 from adaptiveload.training.schedule import Schedule, build_schedule
 from adaptiveload.training.startup_report import describe_schedule
 from adaptiveload.training.step_guard import MicroBatchLosses
-from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals, end_at_interrupt
+from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals, end_at_signals
 from adaptiveload.training.workers import start_worker_server
 
 
@@ -267,8 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = load_config(options.config, options.overrides)
         is_first = os.environ.get("RANK", "0") == "0"
-        end_at_interrupt(f"train.py: interrupted; start {config.run_dir} again to go on" if is_first else None)
         stop = StopSignals()
+        end_at_signals(f"train.py: interrupted; start {config.run_dir} again to go on" if is_first else None, stop)
         if config.checkpoint.is_on and not options.dry_run:
             stop.catch()
         if config.data.num_workers and not options.dry_run:
