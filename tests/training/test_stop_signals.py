@@ -53,3 +53,19 @@ def test_a_signal_is_repeated_if_it_comes_well_after_the_first_of_its_kind() -> 
     came = [signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1]
     assert [stop.is_repeated(number) for number in came] == [False, False, False, True, False, True]
     assert not stop.is_repeated(signal.SIGCHLD)
+
+
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+from scripts.launch import forward_signals
+forward_signals()
+os.kill(os.getpid(), signal.SIGTERM)
+while signal.sigpending():
+    time.sleep(0.01)
+rank = subprocess.Popen([sys.executable, "-c", "import signal; signal.sigwait({signal.SIGTERM})"])
+sys.exit(rank.wait(timeout=30))
+"""
+
+
+def test_a_signal_to_the_launcher_waits_for_its_ranks() -> None:
+    subprocess.run([sys.executable, "-c", LAUNCHER], cwd=ROOT, env=environment(), check=True, timeout=60)
