@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from adaptiveload.training import group_watch
 
-group_watch._LOOK_EVERY_S, group_watch._GRACE_S, group_watch._ANSWER_S = 0.1, 0.1, 0.5
+group_watch._LOOK_EVERY_S, group_watch._GRACE_S = 0.1, 0.1
 ever = threading.Event()
 
 
