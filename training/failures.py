@@ -3,9 +3,10 @@
 from adaptiveload.training.checkpoint import SaveError
 from adaptiveload.training.memory_limits import MicroBatchMemoryError
 
-# Of DataLoader, for a worker that has ended; of gloo and NCCL, for a rank that has.
+# Of DataLoader, for a worker that has ended; of gloo and NCCL, for a rank that has: where this rank reads from it, or
+# writes to it before that is noticed.
 _DEAD_WORKER = ("is killed by signal", "exited unexpectedly")
-_DEAD_RANK = ("by peer", "remote process exit")
+_DEAD_RANK = ("by peer", "Broken pipe", "remote process exit")
 
 
 def explain_failure(error: Exception) -> str | None:
