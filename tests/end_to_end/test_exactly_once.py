@@ -109,12 +109,12 @@ def inject_faults(run_config: Path, run_dir: Path, trials: int, seed: int) -> Fa
             time.sleep(rng.uniform(0.5, 6))
         else:
             # Lines of steps after the checkpoint are dropped at the start, so the count may fall first.
-            until = before + rng.randint(1, 8)
+            until = before + rng.randint(1, 5)
             while process.poll() is None and deadline > time.monotonic():
                 if first_step_of(log) is not None and num_steps(metrics) >= until:
                     break
                 time.sleep(0.01)
-            time.sleep(rng.uniform(0, 0.2))
+            time.sleep(rng.uniform(0, 0.05))  # a step or two where nothing else runs: the run must not end before
         if process.poll() is not None:
             assert process.returncode == 0, log.read_text()[-4000:]
             break
