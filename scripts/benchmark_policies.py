@@ -231,9 +231,8 @@ def schedule_of(benchmark: Benchmark, case: Case) -> SyntheticSchedule:
     )
 
 
-def steps_of(benchmark: Benchmark, schedule: SyntheticSchedule) -> list[int]:
+def steps_of(schedule: SyntheticSchedule, options: argparse.Namespace) -> list[int]:
     """Steps of a row, the warm-up first."""
-    options = benchmark.options
     return steps_to_run(schedule, options.steps, options.warmup, is_epoch=options.same_samples)
 
 
@@ -242,7 +241,7 @@ def predict(benchmark: Benchmark) -> None:
     rows: list[Row] = []
     for case in benchmark.cases:
         schedule = schedule_of(benchmark, case)
-        plans = [schedule.policy.plan(step) for step in steps_of(benchmark, schedule)]
+        plans = [schedule.policy.plan(step) for step in steps_of(schedule, benchmark.options)]
         measurements = [as_planned(plan, schedule) for plan in plans]
         rows.append(vars(case) | figures_of(benchmark, schedule, plans, measurements) | {"is_complete": True})
     write_results(rows, benchmark)
@@ -285,9 +284,10 @@ def measure(
 ) -> Iterator[Row]:
     """Figures of one row after each measured step; no step begins that would not end by the time `end`."""
     options, config = benchmark.options, benchmark.config
-    adaptive = replace(config.cost, adaptive=options.adaptive)
-    adaptation = Adaptation(adaptive, schedule, schedule.models.cost, ranks, plans_ahead=0)
-    steps = steps_of(benchmark, schedule)
+    adaptation = Adaptation(
+        replace(config.cost, adaptive=options.adaptive), schedule, schedule.models.cost, ranks, plans_ahead=0
+    )
+    steps = steps_of(schedule, benchmark.options)
     began = time.perf_counter()
     all_plans = [schedule.policy.plan(step) for step in steps]
     calls = trainer.warm_up([shapes for plan in all_plans for shapes in shapes_of(plan, schedule.table, ranks.rank)])
