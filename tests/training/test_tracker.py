@@ -1,6 +1,7 @@
 """Figures reach metrics.jsonl whatever the trackers do, and a resumed run does not log a step twice."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from PIL import Image
@@ -15,9 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from adaptiveload.training.config import RunConfig
-from adaptiveload.training.tracker import Tracker, TrackingConfig
+from adaptiveload.training.tracker import Tracker, TrackingConfig, _has_wandb_key
 from tests.launching import ROOT, environment
 
+KEY = "0" * 40
 STOPPED_SERVICE = """
 import signal, sys, time
 from pathlib import Path
@@ -101,18 +105,76 @@ def records_of(path: Path) -> list[wandb_internal_pb2.Record]:
     return records
 
 
-def test_without_a_key_wandb_is_offline_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key_wandb_is_offline_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Case c52, as are the next tests, and a launch in end_to_end/test_looking.py."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no netrc
+    monkeypatch.setenv("NETRC", "/nonexistent")
     log_steps(tmp_path / "run", range(3), TrackingConfig())
     assert steps_in(tmp_path / "run" / "metrics.jsonl") == [0, 1, 2]
+    assert "wandb has no key" in capsys.readouterr().out
     (first,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     assert wandb_steps(first, 3) == [0, 1, 2]
     time.sleep(1.1)  # wandb names folders by the second
     log_steps(tmp_path / "run", range(2, 4), TrackingConfig())
     (second,) = set((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")) - {first}
     assert wandb_steps(second, 2) == [2, 3]  # though wandb's own count begins anew
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "begun"),
+    [
+        ("auto", {}, ["offline"]),
+        ("auto", {"WANDB_API_KEY": KEY}, ["online"]),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, ["offline"]),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "dryrun"}, ["offline"]),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, []),
+        ("auto", {"WANDB_MODE": "online"}, ["offline"]),
+        ("online", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, ["online"]),
+        ("disabled", {"WANDB_API_KEY": KEY, "WANDB_MODE": "online"}, []),
+    ],
+)
+def test_mode_of_wandb_is_the_environments_where_the_run_leaves_it_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, environ: dict[str, str], begun: list[str]
+) -> None:
+    """Switched off there, it once tried its server (case c52)."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", "/nonexistent")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    modes: list[str] = []
+    monkeypatch.setattr(
+        "adaptiveload.training.tracker._Wandb._begin", lambda _, mode: modes.append(mode) or MagicMock()
+    )
+    log_steps(tmp_path / "run", range(3), TrackingConfig(wandb=asked))
+    assert modes == begun
+    assert steps_in(tmp_path / "run" / "metrics.jsonl") == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("machine", "base_url", "is_found"),
+    [
+        ("api.wandb.ai", None, True),
+        ("api.forge.coreweave.com", "https://api.wandb.ai", True),
+        ("wandb.company.com:8080", "https://wandb.company.com:8080/", True),
+        ("api.wandb.ai", "https://wandb.company.com", False),
+    ],
+)
+def test_key_for_wandb_is_looked_up_by_its_servers_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, base_url: str | None, is_found: bool
+) -> None:
+    settings = SimpleNamespace(base_url="https://api.forge.coreweave.com", api_key=None)
+    monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=settings))
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    if base_url:
+        monkeypatch.setenv("WANDB_BASE_URL", base_url)
+    (tmp_path / "netrc").write_text(f"machine {machine}\n  login user\n  password {KEY}\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert _has_wandb_key() == is_found
 
 
 class WandbServer(ThreadingHTTPServer):
@@ -170,7 +232,8 @@ class _WandbAnswers(BaseHTTPRequestHandler):
 def test_wandb_that_does_not_answer_leaves_an_offline_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listens: bool
 ) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", WandbServer(goes_on=False).url if listens else "http://127.0.0.1:9")
     started = time.monotonic()
     tracker = Tracker(tmp_path / "run", TrackingConfig(init_timeout_s=2, group="both"), RunConfig(), 0, 2)
@@ -302,6 +365,20 @@ def test_tracker_that_fails_on_the_way_is_left_out(tmp_path: Path, capsys: pytes
     tracker.close()
     assert steps_in(tmp_path / "metrics.jsonl") == [0, 1]
     assert "tensorboard failed: " in capsys.readouterr().out
+
+
+def test_full_disk_leaves_no_tracker_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file's end fails as its lines did; that once left TensorBoard's figures in memory."""
+    tracker = Tracker(tmp_path, TrackingConfig(trackers=["tensorboard"]), RunConfig(), 0, 3)
+    tracker.log(0, {"train/loss": 1.0})
+    tracker._metrics.close()
+    tracker._metrics = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1)
+    with pytest.raises(OSError, match="No space left"):
+        tracker.log(1, {"train/loss": 1.0})
+    tracker.close()
+    assert tensorboard_steps(tmp_path, "train/loss") == [0]
+    assert tracker._schedule.closed
+    assert "metrics.jsonl is not whole: OSError(28" in capsys.readouterr().err
 
 
 def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
