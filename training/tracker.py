@@ -31,6 +31,8 @@ from adaptiveload.scheduling.choices import check_choice
 # Calls that a tracker may lag behind; a call is one step's figures, some KiB.
 _MOST_WAITING = 1000
 _ABANDON_WITHIN_S = 5.0
+# Ranks whose own figures every step may have: three keys each, which are 100 KB a step for 1,000 ranks.
+_MOST_RANKS = 64
 _WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # one service; a key for either serves both
 
 
@@ -46,7 +48,8 @@ class TrackingConfig:
         group: Runs of one group stand together in wandb, such as those of a comparison; None takes WANDB_RUN_GROUP.
         init_timeout_s: How long wandb's server may take to answer at the start, before the run is tracked offline.
         finish_timeout_s: Longest wait for a tracker at the end, such as wandb for a slow network.
-        schedule_every_steps: Steps between lines of `schedule.jsonl`; a line grows with ranks times slots.
+        schedule_every_steps: Steps between lines of `schedule.jsonl`; a line grows with ranks times slots. Above 64
+            ranks also between the steps that have figures of each rank, `rank/NNN/...`.
     """
 
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
@@ -123,6 +126,7 @@ class Tracker:
         self._metrics = _open_from(run_dir / "metrics.jsonl", first_step)
         self._schedule = _open_from(run_dir / "schedule.jsonl", first_step)
         self._finish_timeout_s = config.finish_timeout_s
+        self._ranks_every_steps = config.schedule_every_steps
         # With a delay its first line waits for the first step, and so comes after the start-up report.
         self._bar = tqdm(
             total=max_steps, initial=first_step, desc=run_dir.name, unit="step", dynamic_ncols=True, delay=1e-3
@@ -131,7 +135,9 @@ class Tracker:
         self._threads = [_SinkThread(name, sink, self.message) for name, sink in sinks.items()]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the figures of `step`, keys as in docs/metrics.md."""
+        """Write the figures of `step`, keys as in docs/metrics.md; of many ranks not at every step."""
+        if step % self._ranks_every_steps and f"rank/{_MOST_RANKS:03d}/busy_s" in metrics:
+            metrics = {key: value for key, value in metrics.items() if not key.startswith("rank/")}
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         _write_line(self._metrics, {"step": step, **finite})
         self._to_sinks(lambda sink: sink.log(step, metrics))

@@ -145,8 +145,16 @@ def test_steps_on_another_number_of_ranks_are_left_out() -> None:
 def test_heat_map_of_a_long_run_shows_means_of_steps() -> None:
     busy_s = np.arange(1, 1001, dtype=float)[:, None] * [1.0, 3.0, np.nan]
     figure = busy_figure(range(1000), busy_s)
-    seconds, percent = (np.ma.filled(axes.images[0].get_array(), np.nan) for axes in figure.axes[:2])
+    seconds, percent = (np.ma.filled(axes.collections[0].get_array(), np.nan) for axes in figure.axes[:2])
     assert seconds.shape == percent.shape == (3, 334)  # 1000 steps, 3 in a column
     assert seconds[:2, 0] == pytest.approx([2.0, 6.0])
     assert percent[:2] == pytest.approx(np.repeat([[-50.0], [50.0]], 334, axis=1))
     assert np.isnan(seconds[2]).all()
+
+
+def test_heat_map_stretches_over_steps_without_figures_of_ranks() -> None:
+    """Of 100 ranks until a resume on fewer at step 200."""
+    figure = busy_figure([0, 50, 100, 150, 200, 201, 202, 203, 204, 205, 206], np.ones((11, 3)))
+    edges = figure.axes[0].collections[0].get_coordinates()[0, :, 0]
+    assert edges.tolist() == [-0.5, 49.5, 99.5, 149.5, *np.arange(199.5, 207)]
+    assert figure.axes[0].get_ylim() == (2.5, -0.5)

@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from adaptiveload.training.config import RunConfig
+from adaptiveload.training.stragglers import straggler_line
 from adaptiveload.training.tracker import Tracker, TrackingConfig, _has_wandb_key
 from tests.launching import ROOT, environment
 
@@ -295,6 +296,21 @@ def test_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     log_steps(tmp_path, range(3, 6), config)
     assert steps_in(tmp_path / "metrics.jsonl") == list(range(6))
     assert steps_in(tmp_path / "schedule.jsonl") == list(range(6))
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(64, [0, 1, 2, 3, 4]), (65, [0, 3])])
+def test_many_ranks_have_figures_of_their_own_every_so_many_steps(
+    tmp_path: Path, num_ranks: int, expected: list[int]
+) -> None:
+    """1,000 of them would be 100 KB a step."""
+    tracker = Tracker(tmp_path, TrackingConfig(wandb="disabled", schedule_every_steps=3), RunConfig(), 0, 5)
+    for step in range(5):
+        tracker.log(step, {"train/loss": 1.0, **{f"rank/{rank:03d}/busy_s": 1.0 for rank in range(num_ranks)}})
+    tracker.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all("train/loss" in row for row in rows)
+    assert [row["step"] for row in rows if "rank/000/busy_s" in row] == expected
+    assert f"over the last {len(expected)} steps" in straggler_line(rows, [])
 
 
 def test_figures_that_are_not_finite_stay_valid_json(tmp_path: Path) -> None:
