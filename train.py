@@ -17,14 +17,15 @@ import traceback
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main` knows better: no traceback of each rank's imports
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from adaptiveload.scheduling.plan import StepPlan
-from adaptiveload.training.config import load_config
+from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import device_name, model_dims
-from adaptiveload.training.distributed import clip_gradients, end_process, finish_ranks, reshard, start_ranks
+from adaptiveload.training.distributed import Ranks, clip_gradients, end_process, finish_ranks, reshard, start_ranks
 from adaptiveload.training.failures import explain_failure
 from adaptiveload.training.feed import MicroBatch
-from adaptiveload.training.group_watch import GroupWatch, group_timeout, start_recording
+from adaptiveload.training.group_watch import GroupWatch, group_timeout, say, start_recording
 from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.live_step import run_micro_batch
 from adaptiveload.training.memory_limits import LIMITS_NAME, MicroBatchMemoryError, is_out_of_memory, read_records
@@ -42,7 +43,7 @@ from adaptiveload.training.run import Run, build_run, check_agreement
 from adaptiveload.training.schedule import Schedule, build_schedule
 from adaptiveload.training.startup_report import describe_schedule
 from adaptiveload.training.step_guard import MicroBatchLosses
-from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals, end_at_interrupt
+from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals, end_at_signals
 from adaptiveload.training.workers import start_worker_server
 
 
@@ -90,21 +91,10 @@ def train(run: Run, stop: StopSignals, watch: GroupWatch) -> bool:
         watch.at(f"after step {step}")
         log_step(run, plan, measured, gradient | saving_figures(run, step), skipped)
         adapt(run, plan, measured)
-        is_last = step + 1 == config.max_steps
-        is_stopped = measured.stop_signal > 0 and not is_last
-        if measured.save_has_failed:
-            run.checkpointer.finish()  # raises why
-        if is_stopped or measured.save_is_overdue or config.checkpoint.is_due(step + 1, config.max_steps):
-            watch.at(f"after step {step}, saving")
-            saved = run.checkpointer.save(step + 1, run.saved_state(plan))
-        if is_stopped:
-            watch.at(f"after step {step}, finishing its checkpoint")
-            finish_saving(run, step)
-            if run.tracker is not None:
-                name = signal.Signals(measured.stop_signal).name
-                run.tracker.message(f"{name} after step {step + 1}: saved {saved}, ends with code {STOPPED_EXIT_CODE}")
+        if save_where_due(run, watch, plan, measured):
             return False
         watch.at(f"after step {step}, evaluating", is_bounded=False)
+        is_last = step + 1 == config.max_steps
         if is_last or (step + 1) % config.evaluation.every_steps == 0:
             evaluate(run, step)
         if run.previews is not None and (is_last or (step + 1) % config.previews.every_steps == 0):
@@ -201,13 +191,46 @@ def adapt(run: Run, plan: StepPlan, measured: StepMeasurement) -> None:
             run.tracker.message(f"step {plan.step + 1}: {line}")
 
 
+def save_where_due(run: Run, watch: GroupWatch, plan: StepPlan, measured: StepMeasurement) -> bool:
+    """Begin a save where one is due. After a signal to any rank wait for it: then the run ends here.
+
+    The watch does not bound what waits for the disk: half an hour of the save's own group holds for ranks that wait
+    for others there.
+
+    Returns:
+        Whether the run ends here.
+    """
+    step, config = plan.step, run.config
+    is_stopped = measured.stop_signal > 0 and step + 1 < config.max_steps
+    if measured.save_has_failed:
+        watch.at(f"after step {step}, ending a save that has failed", is_bounded=False)
+        run.checkpointer.finish()  # raises why
+    if is_stopped or measured.save_is_overdue or config.checkpoint.is_due(step + 1, config.max_steps):
+        watch.at(f"after step {step}, before its checkpoint")
+        state = run.saved_state(plan)  # collective for a stream
+        watch.at(f"after step {step}, saving", is_bounded=False)
+        saved = run.checkpointer.save(step + 1, state)
+    if is_stopped:
+        watch.at(f"after step {step}, finishing its checkpoint", is_bounded=False)
+        finish_saving(run, step)
+        if run.tracker is not None:
+            name = signal.Signals(measured.stop_signal).name
+            run.tracker.message(f"{name} after step {step + 1}: saved {saved}, ends with code {STOPPED_EXIT_CODE}")
+    return is_stopped
+
+
 def saving_figures(run: Run, step: int) -> dict[str, float]:
-    """Figures of the checkpoint that was committed since the last call, none if there is none. Rank 0 says so."""
+    """Figures of the checkpoint that was committed since the last call, none if there is none. Rank 0 says so.
+
+    Where a save had to wait for the one before, both may have been: the earlier one's go on a line of their own.
+    """
     figures: dict[str, float] = {}
     for report in run.checkpointer.take_reports():
-        figures = report.figures()
         if run.tracker is not None:
+            if figures:
+                run.tracker.log(step, figures)
             run.tracker.message(f"step {step + 1}: {report}")
+        figures = report.figures()
     return figures
 
 
@@ -263,12 +286,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--ranks goes with --dry-run; a run has the ranks that it was launched with")
     if options.config is not None and "=" in options.config:
         options.config, options.overrides = None, [options.config, *options.overrides]
+    stop = StopSignals()
+    started = start(options, stop)
+    if started is not None:
+        run_to_its_end(*started, stop)
+
+
+def start(options: argparse.Namespace, stop: StopSignals) -> tuple[Run, GroupWatch] | None:
+    """Meet the other ranks and build the run, or, with --dry-run, only print its plan. Ends the process on an error."""
     watch = None
     try:
         config = load_config(options.config, options.overrides)
         is_first = os.environ.get("RANK", "0") == "0"
-        end_at_interrupt(f"train.py: interrupted; start {config.run_dir} again to go on" if is_first else None)
-        stop = StopSignals()
+        end_at_signals(f"train.py: interrupted; start {config.run_dir} again to go on" if is_first else None, stop)
         if config.checkpoint.is_on and not options.dry_run:
             stop.catch()
         if config.data.num_workers and not options.dry_run:
@@ -279,47 +309,58 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if ranks.is_main:
             print(ranks.describe(), flush=True)
         if options.dry_run:
-            if config.data.mode != "index":
-                raise ValueError("--dry-run needs an index: a stream is planned as it is read")
-            records = read_records(config.run_dir / LIMITS_NAME)
-            schedule = build_schedule(config, options.ranks or ranks.world_size, ranks.device, None, records)
-            if ranks.is_main:
-                schedule.corpus.verify()
-                print(describe_schedule(schedule, options.ranks or ranks.world_size))
-            return
+            print_plan(config, ranks, options.ranks or ranks.world_size)
+            return None
         watch = GroupWatch(ranks.rank, config.watch, config.run_dir)
         run = build_run(config, ranks)
         if ranks.is_main and run.first_step < config.max_steps:
             if isinstance(run.schedule, Schedule):
                 print(describe_schedule(run.schedule, ranks.world_size, run.first_step))
             print(f"trained: {config.describe_trained()}; the run begins at step {run.first_step}", flush=True)
-    except (ValueError, RuntimeError) as error:
-        if watch is not None:
-            watch.end_all(1, f"rank {watch.rank}, at the start: {error}")
-        sys.exit(f"train.py: {error}")
+        elif ranks.is_main:
+            done = f"{config.run_dir} has all {config.max_steps} steps"
+            print(f"{done}: nothing left to train (raise max_steps to go on)")
     except Exception as error:
+        known = str(error) if isinstance(error, ValueError) else explain_failure(error)
         if watch is not None:
-            watch.end_all(1, f"rank {watch.rank}, at the start: {error!r}")
-        raise
-    if run.first_step >= config.max_steps and ranks.is_main:
-        print(f"{config.run_dir} has all {config.max_steps} steps: nothing left to train (raise max_steps to go on)")
-    failed_with = None
+            watch.end_all(1, f"rank {watch.rank}, at the start: {known or repr(error)}")
+        if known is None:
+            say("".join(traceback.format_exception(error)))
+        sys.exit(f"train.py: {known or repr(error)}")
+    return run, watch
+
+
+def print_plan(config: RunConfig, ranks: Ranks, num_ranks: int) -> None:
+    """What --dry-run prints: the plan of the run on so many ranks, and what is predicted of it."""
+    if config.data.mode != "index":
+        raise ValueError("--dry-run needs an index: a stream is planned as it is read")
+    schedule = build_schedule(config, num_ranks, ranks.device, None, read_records(config.run_dir / LIMITS_NAME))
+    if ranks.is_main:
+        schedule.corpus.verify()
+        print(describe_schedule(schedule, num_ranks))
+
+
+def run_to_its_end(run: Run, watch: GroupWatch, stop: StopSignals) -> NoReturn:
+    """Train, and end this process with the exit code of the run."""
+    closes = [run.feed.close] if run.tracker is None else [run.feed.close, run.tracker.close]
     try:
         is_done = train(run, stop, watch)
         watch.at("the end", is_bounded=False)
+        run.profiler.close()
+        for close in closes:
+            close()
     except Exception as error:
-        failed_with = give_up(watch, error)
-    finally:
-        run.feed.close()
-        if failed_with is None:  # it waits for the GPU, where the others' collectives may be missing
-            run.profiler.close()
-        if run.tracker is not None:
-            run.tracker.close()
-    if failed_with is not None:
+        code = give_up(watch, error)
+        # Not the profiler: it waits for the GPU, where the others' collectives may be missing.
+        for close in closes:
+            try:
+                close()
+            except Exception as another:  # the disk that is full for one is so for all
+                say(f"train.py: rank {watch.rank}, as it ends: {another!r}")
         run.checkpointer.leave()
-        end_process(failed_with)
+        end_process(code)
     watch.stop()
-    finish_ranks(ranks, 0 if is_done else STOPPED_EXIT_CODE)
+    finish_ranks(run.ranks, 0 if is_done else STOPPED_EXIT_CODE)
 
 
 def give_up(watch: GroupWatch, error: Exception) -> int:
@@ -330,17 +371,16 @@ def give_up(watch: GroupWatch, error: Exception) -> int:
     """
     rank, position = watch.rank, watch.position
     code = error.exit_code if isinstance(error, MicroBatchMemoryError) else 1
-    known = explain_failure(error)
+    known = explain_failure(error, watch.run_dir)
     reason = f"rank {rank}, {position}: {known or repr(error)}"
     first_code, first = watch.end_all(code, reason)
-    if first == reason and known is None:
-        traceback.print_exception(error)
-    if first == reason:
-        print(f"train.py: {reason}", file=sys.stderr, flush=True)
-    else:
+    if first != reason:
         # It may be the cause all the same: a connection can break before the rank that fails has told why.
         own = known or str(error).partition("\n")[0][:200]
-        print(f"train.py: rank {rank} ends too: {position} ({own}). The reason: {first}", file=sys.stderr, flush=True)
+        say(f"train.py: rank {rank} ends too: {position} ({own}). The reason: {first}")
+    else:
+        frames = "" if known else "".join(traceback.format_exception(error))
+        say(f"{frames}train.py: {reason}")
     return first_code
 
 

@@ -53,6 +53,12 @@ class Placement:
     first_bin: int
     counts: IntArray
 
+    def of_bins(self, bins: IntArray) -> list["Placement"]:
+        """What of it is in `bins` (int64 [n], by number), as bins 0 to n - 1; none if nothing is."""
+        inside = (bins >= self.first_bin) & (bins < self.first_bin + len(self.counts))
+        counts = np.where(inside, self.counts[np.where(inside, bins - self.first_bin, 0)], 0)
+        return [Placement(self.class_id, 0, counts)] if counts.any() else []
+
 
 def deal(classes: Classes, placements: list[Placement], num_bins: int) -> list[list[int]]:
     """Samples of each bin, ascending. Placements take the members of a class in order."""

@@ -10,8 +10,15 @@ from numpy.typing import ArrayLike, NDArray
 FloatArray = NDArray[np.float64]
 
 
+# Of a micro-batch's time its backward takes two parts in three (three in four where all blocks are computed again).
+BACKWARD_PARTS, ALL_PARTS = 2, 3
+
+
 def where_ranks_meet(costs: ArrayLike, meet: str, replicas: int = 1) -> FloatArray:
-    """Work of each rank between two meetings, [meetings, R]: a slot's with `meet` "slot", the step's with "step".
+    """Work of each rank between two meetings, [meetings, R].
+
+    With `meet` "slot" a meeting is a slot. With "step" ranks run on their own until the backward of their last
+    micro-batch, in which every block waits for the gradients of all: two meetings, its begin and its end.
 
     Rows of several steps may be stacked and given to the functions below with `meet` "slot". With replicas the meetings
     of slots are those within groups, [meetings, R / replicas].
@@ -26,8 +33,9 @@ def where_ranks_meet(costs: ArrayLike, meet: str, replicas: int = 1) -> FloatArr
         rows: FloatArray = array.reshape(len(array) * replicas, -1)
         return rows[rows.any(axis=1)] if replicas > 1 and rows.any() else rows
     if meet == "step":
-        totals: FloatArray = array.sum(axis=0, keepdims=True)
-        return totals
+        last = len(array) - 1 - np.argmax(array[::-1] > 0, axis=0)
+        backward = np.take_along_axis(array, last[None], axis=0)[0] * BACKWARD_PARTS / ALL_PARTS
+        return np.stack([array.sum(axis=0) - backward, backward])
     raise ValueError(f'meet must be "slot" or "step", got {meet!r}')
 
 
@@ -36,6 +44,11 @@ def load_cv(costs: ArrayLike, meet: str, replicas: int = 1) -> float:
     work = where_ranks_meet(costs, meet, replicas)
     means = work.mean(axis=1)
     return float((work.std(axis=1) / np.where(means > 0, means, 1)).mean())
+
+
+def step_time_cv(seconds: ArrayLike) -> float:
+    """Standard deviation over mean across ranks of the whole step's work, wherever they meet. All 0 counts as even."""
+    return load_cv(np.asarray(seconds, np.float64).sum(axis=0, keepdims=True), "slot")
 
 
 def idle_share(costs: ArrayLike, meet: str, replicas: int = 1) -> float:

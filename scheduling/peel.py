@@ -13,6 +13,7 @@ from itertools import product
 import numpy as np
 
 from adaptiveload.scheduling.bins import BinRow, Classes, IntArray, deal, share_out
+from adaptiveload.scheduling.totals import EvenSlot, parts_of
 
 
 class SlotPlanner:
@@ -32,6 +33,21 @@ class SlotPlanner:
         plans = [self._rows(*spare) for spare in product((0, 1), repeat=2)]
         rows, level_rows = min(plans, key=lambda plan: self._duration(plan[0], plan[1], slot_overhead_us))
         return self._slots(rows, level_rows, cost)
+
+    def even_slots(self, slot_overhead_us: int) -> list[EvenSlot]:
+        """Slots of the plans tried in which every rank has work, the best to meet in first.
+
+        That is a slot of a plan with few slots, in which the ranks' loads are near each other.
+        """
+        found: list[tuple[int, EvenSlot]] = []
+        for peeled, levelled in (self._rows(*spare) for spare in product((0, 1), repeat=2)):
+            loads, bins = self._loads(peeled, levelled), self._bins(peeled, levelled)
+            placements = [placement for row in (*peeled, *filter(None, [levelled])) for placement in row.placements]
+            for load, of_ranks in zip(loads, bins, strict=True):
+                if load.all():
+                    parts = parts_of(len(loads) * np.full_like(load, slot_overhead_us), load - load.min())
+                    found.append((parts, EvenSlot(load, [part for p in placements for part in p.of_bins(of_ranks)])))
+        return [slot for _, slot in sorted(found, key=lambda each: each[0])]
 
     def _rows(self, spare_to_peel: int, spare_to_level: int) -> tuple[list[BinRow], BinRow | None]:
         """One `BinRow` for each peeled slot, and one for all levelled slots: [slots * ranks] bins."""
@@ -74,14 +90,22 @@ class SlotPlanner:
 
     def _duration(self, peeled: list[BinRow], levelled: BinRow | None, slot_overhead_us: int) -> tuple[int, int]:
         """Microseconds of the plan's slots, and their number."""
-        levels = [int(row.load.max()) for row in peeled]
-        if levelled is not None:
-            levels += self._meet(levelled).max(axis=1).tolist()
-        return sum(levels) + slot_overhead_us * len(levels), len(levels)
+        levels = self._loads(peeled, levelled).max(axis=1)
+        return int(levels.sum()) + slot_overhead_us * len(levels), len(levels)
 
-    def _meet(self, row: BinRow) -> IntArray:
-        """Loads of a levelled row where they meet, int64 [slots, ranks]."""
-        return row.load[self._order(row)]
+    def _loads(self, peeled: list[BinRow], levelled: BinRow | None) -> IntArray:
+        """Load of each slot and rank, int64 [slots, ranks]."""
+        loads = [row.load[None] for row in peeled]
+        if levelled is not None:
+            loads.append(levelled.load[self._order(levelled)])
+        return np.concatenate(loads)
+
+    def _bins(self, peeled: list[BinRow], levelled: BinRow | None) -> IntArray:
+        """Number of the bin that rank r runs in slot g, int64 [slots, ranks]."""
+        bins = [np.arange(self.ranks)[None] + row.first_bin for row in peeled]
+        if levelled is not None:
+            bins.append(self._order(levelled) + levelled.first_bin)
+        return np.concatenate(bins)
 
     def _order(self, row: BinRow) -> IntArray:
         """Bin that rank r runs in slot g, int64 [slots, ranks]: neighbours in falling load meet.
@@ -103,11 +127,8 @@ class SlotPlanner:
         rows = [*peeled, *([] if levelled is None else [levelled])]
         placements = [placement for row in rows for placement in row.placements]
         bins = deal(self.classes, placements, sum(len(row.load) for row in rows))
-        slots = [bins[g * self.ranks : (g + 1) * self.ranks] for g in range(len(peeled))]
-        levels = [int(row.load.max()) for row in peeled]
-        if levelled is not None:
-            slots += [[bins[levelled.first_bin + b] for b in order] for order in self._order(levelled).tolist()]
-            levels += self._meet(levelled).max(axis=1).tolist()
+        levels = self._loads(peeled, levelled).max(axis=1).tolist()
+        slots = [[bins[b] for b in of_ranks] for of_ranks in self._bins(peeled, levelled).tolist()]
         slots = [slots[g] for g in sorted(range(len(slots)), key=lambda g: -levels[g])]
         slots += [[[] for _ in range(self.ranks)] for _ in range(self.min_slots - len(slots))]
         for slot in slots:

@@ -1,58 +1,122 @@
-"""Planning for ranks that meet once a step: equal totals, then micro-batches within memory on each rank alone.
+"""Planning for ranks that meet once a step: equal totals, micro-batches within memory on each rank alone.
+
+Ranks meet in the backward of their last micro-batches, whose gradients are reduced block by block: there the slowest
+sets the pace. So the step ends with a slot of the plan for ranks that meet in every slot (`peel`), one in which their
+loads are near each other, and the totals are levelled before it.
 
 A rank's total counts the fixed overhead of its micro-batches, whose number follows from memory. So the cheapest
 samples ("sand") are held back until the dear ones ("rocks") are dealt and packed, and then level the totals in the room
-that is left. Last, `meetings` chooses what each rank runs first and last.
+that is left.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from adaptiveload.scheduling.bins import BinRow, Classes, IntArray, Placement, deal, share_out, times, water_fill
-from adaptiveload.scheduling.meetings import align_ends
+from adaptiveload.scheduling.metrics import ALL_PARTS, BACKWARD_PARTS
 
 SAND_OVERHEADS = 3  # sand a rank, in slot overheads: ranks differ by up to about that many micro-batches
 
 
-class TotalsPlanner:
-    """Plans one step over `ranks` ranks; see `plan_step` for the arguments."""
+def parts_of(totals: IntArray, last: IntArray) -> int:
+    """Time of a step whose ranks meet in their last backward, in `ALL_PARTS` a microsecond.
+
+    Args:
+        totals: int64 [ranks], all work of each.
+        last: int64 [ranks], of that the last micro-batch.
+    """
+    return int((ALL_PARTS * totals - BACKWARD_PARTS * last).max()) + BACKWARD_PARTS * int(last.max())
+
+
+@dataclass(frozen=True, eq=False)
+class EvenSlot:
+    """Micro-batches, one a rank, that may be the last of a step.
+
+    Attributes:
+        load: int64 [ranks], microseconds of each, `slot_overhead_us` left out.
+        placements: Samples by class, in bins 0 to ranks - 1.
+    """
+
+    load: IntArray
+    placements: list[Placement]
+
+
+class TotalsPlan:
+    """One step over `ranks` ranks; see `plan_step` for the arguments.
+
+    Attributes:
+        parts: Time of the step; see `parts_of`.
+    """
 
     def __init__(
-        self, classes: Classes, ranks: int, mem_cap: int, slot_overhead_us: int, speed_permille: IntArray | None
+        self,
+        classes: Classes,
+        ranks: int,
+        mem_cap: int,
+        slot_overhead_us: int,
+        speed_permille: IntArray | None,
+        last: EvenSlot | None,
     ) -> None:
+        """Plan the samples of `classes`; the step ends with `last`, None where there are too few samples for one."""
         self.classes = classes
         self.ranks = ranks
         self.mem_cap = mem_cap
         self.slot_overhead_us = slot_overhead_us
         self.speed_permille = speed_permille
+        self.last = last
         self._room: list[IntArray] = []  # memory left in the g-th micro-batch of each rank, int64 [ranks]
         self._is_open: list[IntArray] = []  # 1 where a rank has a g-th micro-batch
         self._placements: list[Placement] = []
+        counts, last_load = classes.count, np.zeros(ranks, np.int64)
+        if last is not None:
+            last_load, counts = last.load + slot_overhead_us, counts.copy()
+            for placement in last.placements:
+                counts[placement.class_id] -= placement.counts.sum()
+        self.parts = parts_of(self._place(counts, last_load), last_load)
 
-    def rows(self, cost: IntArray, mem: IntArray, min_slots: int) -> list[list[list[int] | None]]:
-        """`rows[g][r]`: g-th micro-batch of rank r; `cost` and `mem` are int64 [n]."""
-        rocks, sand = self._split()
-        row = BinRow(self.ranks, int((self.classes.count * self.classes.mem).sum()), self.speed_permille)
+    def rows(self, cost: IntArray, min_slots: int) -> list[list[list[int] | None]]:
+        """`rows[g][r]`: g-th micro-batch of rank r; `cost` is int64 [n]."""
+        num_rows, ranks = len(self._room), self.ranks
+        placements = list(self._placements)
+        if self.last is not None:
+            placements += [Placement(p.class_id, num_rows * ranks, p.counts) for p in self.last.placements]
+        bins = deal(self.classes, placements, (num_rows + 1) * ranks)
+        queues = [[bins[g * ranks + r] for g in range(num_rows) if self._is_open[g][r]] for r in range(ranks)]
+        for rank, queue in enumerate(queues):
+            if self.last is not None:
+                queue.append(bins[num_rows * ranks + rank])
+            queue[:0] = [[] for _ in range(max(min_slots, 1) - len(queue))]
+            share_out(queue, cost)
+        longest = max(len(queue) for queue in queues)
+        return [[queue[g] if g < len(queue) else None for queue in queues] for g in range(longest)]
+
+    def _place(self, counts: IntArray, start: IntArray) -> IntArray:
+        """Deal `counts` samples a class to ranks that have `start` to do already; all that each then has."""
+        rocks, sand = self._split(counts)
+        row = BinRow(self.ranks, int((counts * self.classes.mem).sum()), self.speed_permille)
+        row.load += start
         row.fill(self.classes, rocks)
         by_memory = sorted(row.placements, key=lambda p: -int(self.classes.mem[p.class_id]))  # stable
         for placement in by_memory:
             self._first_fit(placement.class_id, placement.counts)
-        load = row.load + self.slot_overhead_us * np.sum(self._is_open, axis=0)
+        load = row.load + self.slot_overhead_us * np.sum(self._is_open, axis=0, dtype=np.int64)
         load += self.slot_overhead_us * self._open_where_light(load, sand)
         for class_id in np.flatnonzero(sand).tolist():
             self._pour(class_id, int(sand[class_id]), load)
-        return self._arrange(cost, mem, min_slots)
+        return load
 
-    def _split(self) -> tuple[IntArray, IntArray]:
+    def _split(self, counts: IntArray) -> tuple[IntArray, IntArray]:
         """Rocks and sand, samples of each class, int64 [num classes]: sand is the cheapest up to its budget."""
-        sand = np.zeros(len(self.classes.count), np.int64)
+        sand = np.zeros(len(counts), np.int64)
         budget = SAND_OVERHEADS * self.slot_overhead_us * self.ranks
         for class_id in range(len(sand) - 1, -1, -1):
             cost = int(self.classes.cost[class_id])
             if cost > self.slot_overhead_us or budget < cost:
                 break
-            sand[class_id] = min(int(self.classes.count[class_id]), budget // cost)
+            sand[class_id] = min(int(counts[class_id]), budget // cost)
             budget -= int(sand[class_id]) * cost
-        rocks = self.classes.count - sand
+        rocks = counts - sand
         return (rocks, sand) if rocks.any() else (sand, rocks)
 
     def _first_fit(self, class_id: int, counts: IntArray) -> None:
@@ -106,16 +170,3 @@ class TotalsPlanner:
         counts[ranks] = water_fill(load[ranks], room[ranks], step[ranks], count)
         load += counts * step
         self._first_fit(class_id, counts)
-
-    def _arrange(self, cost: IntArray, mem: IntArray, min_slots: int) -> list[list[list[int] | None]]:
-        """Micro-batches of all ranks in the order in which they run."""
-        bins = deal(self.classes, self._placements, len(self._room) * self.ranks)
-        queues = [
-            [bins[g * self.ranks + r] for g in range(len(self._room)) if self._is_open[g][r]] for r in range(self.ranks)
-        ]
-        for queue in queues:
-            queue += [[] for _ in range(max(min_slots, 1) - len(queue))]
-            share_out(queue, cost)
-        align_ends(queues, cost, mem, self.mem_cap, self.speed_permille)
-        num_rows = max(len(queue) for queue in queues)
-        return [[queue[g] if g < len(queue) else None for queue in queues] for g in range(num_rows)]

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import psutil
@@ -24,7 +25,7 @@ _PORT = "--main_process_port"
 
 
 def forward_signals() -> None:
-    """Send each of `STOP_SIGNALS` that comes to this process to its children.
+    """Send each of `STOP_SIGNALS` that comes to this process to its children, as soon as there are any.
 
     They are blocked here, which children inherit: a rank that is still starting gets them once it looks.
     """
@@ -33,7 +34,9 @@ def forward_signals() -> None:
     def forward() -> None:
         while True:
             number = signal.sigwait(STOP_SIGNALS)
-            for child in psutil.Process().children():
+            while not (children := psutil.Process().children()):  # accelerate's imports take seconds
+                time.sleep(0.1)
+            for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
                     child.send_signal(number)
 

@@ -2,8 +2,9 @@
 # The paper's table on one machine: what micro-batches cost, then each policy with kernels off and on, all blocks
 # recomputed and as few as fit, ranks meeting every slot and every step; HSDP beside FSDP; what the models predict.
 #   scripts/paper_table.sh NUM_GPUS OUTPUT [CONFIG [key=value ...]]
-# Variables: MIX, LIMIT (tokens; null: what fits), ACCELERATE (its configuration), SCAN_MINUTES, TABLE_MINUTES,
-# SAMPLES_PER_RANK, STEPS, STAGES (of "scan table hsdp predict"; a later call can do the rest), SCAN_OPTIONS, PEER.
+# Variables: MIX, LIMIT (tokens; null: what fits), ACCELERATE (its configuration), SCAN_MINUTES, SCAN_OPTIONS,
+# TABLE_MINUTES, SAMPLES_PER_RANK, STEPS, KERNELS, RECOMPUTE, MEET, PEER (empty: none), and STAGES of "scan table hsdp
+# predict": a later call can do the rest.
 set -euo pipefail
 gpus=$1 output=$2 config=${3:-configs/wan_1_3b.yaml}
 overrides=("${@:4}" "schedule.memory_limit_tokens=${LIMIT:-105600}")
@@ -30,11 +31,13 @@ if [[ $stages == *" scan "* ]]; then
     done
 fi
 if [[ $stages == *" table "* ]]; then
-    policies table --kernels reference cuda --recompute full auto --meet slot step ${PEER---peer}
+    # shellcheck disable=SC2086 # lists
+    policies table --kernels ${KERNELS:-reference cuda} --recompute ${RECOMPUTE:-full auto} --meet ${MEET:-slot step} \
+        ${PEER---peer}
 fi
 if [[ $stages == *" hsdp "* ]]; then
     policies fsdp --policies balanced --meet slot
-    policies hsdp --policies balanced --meet slot schedule.shard_ranks=$((gpus / 2))
+    policies hsdp schedule.shard_ranks=$((gpus / 2)) --policies balanced --meet slot
 fi
 if [[ $stages == *" predict "* ]]; then
     python -m scripts.benchmark_policies "$config" "${overrides[@]}" --mix "$mix" --cost "$output"/cost-*.yaml \

@@ -3,8 +3,10 @@
 One rank on a laptop runs the same code as 64 on a cluster: always a process group, always `fully_shard`.
 """
 
+import contextlib
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from adaptiveload.models.architectures import VideoTransformer
 from adaptiveload.scheduling.policies import num_replicas
+from adaptiveload.training.stop_signals import STOP_SIGNALS
 
 _MORE_RANKS = "accelerate launch --config_file configs/accelerate/{file}.yaml --num_processes N train.py ..."
 
@@ -118,15 +121,19 @@ def start_ranks(timeout: timedelta | None = None) -> Ranks:
     The group is made here and not by accelerate: without a GPU accelerate leaves `--multi_gpu` launches as several
     processes that each believe to be rank 0 of 1.
 
+    `STOP_SIGNALS`, which `scripts.launch` starts ranks without, come through from here on: they end a rank that has not
+    said before that it catches them.
+
     Raises:
-        RuntimeError: If the launcher was asked for several processes and started one, or started more than there
+        LaunchError: If the launcher was asked for several processes and started one, or started more than there
             are GPUs.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     check_launch(os.environ, parent_command())
     use_cuda = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if use_cuda and local_rank >= torch.cuda.device_count():
-        raise RuntimeError(
+        raise LaunchError(
             f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; lower --num_processes"
         )
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
@@ -140,7 +147,7 @@ def start_ranks(timeout: timedelta | None = None) -> Ranks:
     # Accelerate's process state then agrees with the group that exists, whatever launched us.
     state = PartialState(cpu=not use_cuda)
     if (state.num_processes, state.process_index) != (dist.get_world_size(), dist.get_rank()):
-        raise RuntimeError(
+        raise LaunchError(
             f"accelerate sees rank {state.process_index} of {state.num_processes}, torch.distributed sees rank "
             f"{dist.get_rank()} of {dist.get_world_size()}: launch with {_MORE_RANKS.format(file='1node')}"
         )
@@ -156,14 +163,17 @@ def finish_ranks(ranks: Ranks, code: int = 0) -> NoReturn:
     that is being torn down and aborts the process (seen twice in some hundred launches on a busy machine).
     """
     ranks.barrier()
+    for number in STOP_SIGNALS:  # the launcher sends SIGTERM to those that end a moment after the first
+        signal.signal(number, signal.SIG_IGN)
     dist.destroy_process_group()
     end_process(code)
 
 
 def end_process(code: int) -> NoReturn:
     """End this process now; nothing of it is waited for."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe
+            stream.flush()
     os._exit(code)
 
 

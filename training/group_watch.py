@@ -1,8 +1,9 @@
 """Ends all ranks when one cannot go on, in words and within seconds, wherever the others wait for it.
 
 A rank that fails or stands still leaves its peers in a collective: for NCCL until a timeout, whose watchdog aborts
-them without saying at what they were. So each rank says where it stands, and a thread looks every second whether this
-rank has stood there for too long, or another has said that the run is over.
+them without saying at what they were. So each rank says where it stands. Every second one thread looks whether this
+rank has stood there for too long, another whether a rank has said that the run is over: that one asks the store, which
+does not answer once the node that keeps it has lost its power.
 """
 
 import contextlib
@@ -11,20 +12,24 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
+
+T = TypeVar("T")
 
 _KEY = "adaptiveload/end"
 _COLLECTIVES = "collectives_rank_"  # and the rank: as torch names its own dumps
 _LOOK_EVERY_S = 1.0
 # A rank that ends by itself, on the same error, may say so and close its files.
 _GRACE_S = 5.0
+# Longest wait for what may never answer: the store, the disk, who reads the output.
+_ANSWER_S = 3.0
 # The process group's own timeout comes after this watch: it can only abort.
 GROUP_MARGIN_S = 60.0
 _MOST_KEYS = 8
@@ -87,13 +92,14 @@ class GroupWatch:
         self.position = Position("the start", (), False, time.monotonic())
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
+        self._leaving = threading.Lock()
         # A connection of its own: the ranks' other users of the store may wait in it.
         store: Any = _get_default_store()
         while hasattr(store, "underlying_store"):  # of a prefix
             store = store.underlying_store
         self._store = store.clone()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self._thread.start()
+        for look in (self._stands_still, self._told):
+            threading.Thread(target=self._watch, args=(look,), name="watch", daemon=True).start()
 
     def at(self, what: str, keys: Sequence[str] = (), *, is_bounded: bool = True) -> None:
         """Say where this rank stands from now on; see `Position`."""
@@ -113,41 +119,57 @@ class GroupWatch:
         self._stopped.set()
 
     def _tell(self, code: int, reason: str) -> tuple[int, str]:
-        try:
-            told = self._store.compare_set(_KEY, "", f"{code} {reason}").decode()
-        except RuntimeError:  # the process that kept the store has ended, so the others know
+        def ask() -> str:
+            try:
+                return self._store.compare_set(_KEY, "", f"{code} {reason}").decode()
+            except RuntimeError:  # the process that kept the store has ended, so the others know
+                return f"{code} {reason}"
+
+        told = _within(_ANSWER_S, ask)
+        if told is None:
+            say(f"train.py: rank {self.rank}: rank 0 or its launcher does not answer, their node may have failed")
             return code, reason
-        first_code, _, first_reason = told.partition(" ")
-        return int(first_code), first_reason
+        return _parse(told)
 
     def _told(self) -> tuple[int, str] | None:
+        """What a rank has told all. Returns when the store answers."""
         try:
-            return self._tell(0, "") if self._store.check([_KEY]) else None
+            return _parse(self._store.get(_KEY).decode()) if self._store.check([_KEY]) else None
         except RuntimeError as error:
             return 1, f"rank 0 or its launcher has ended, look at its output ({str(error).splitlines()[0]})"
 
-    def _watch(self) -> None:
-        while not self._stopped.wait(_LOOK_EVERY_S):
-            position, told = self.position, self._told()
-            stood_s = time.monotonic() - position.since
-            if told is None and position.is_bounded and stood_s > self.timeout_s:
-                reason = f"rank {self.rank} has stood still for over watch.timeout_s={self.timeout_s:g} s: {position}"
-                told = self._tell(1, reason)
-            if told is not None:
-                self._leave(*told)
+    def _stands_still(self) -> tuple[int, str] | None:
+        """Tell all if this rank has stood still for too long."""
+        position = self.position
+        if not position.is_bounded or time.monotonic() - position.since <= self.timeout_s:
+            return None
+        reason = f"rank {self.rank} has stood still for over watch.timeout_s={self.timeout_s:g} s: {position}"
+        return self._tell(1, reason)
+
+    def _watch(self, look: Callable[[], tuple[int, str] | None]) -> None:
+        told = None
+        while told is None and not self._stopped.wait(_LOOK_EVERY_S):
+            try:
+                told = look()
+            except Exception as error:  # a rank without its watch could keep its GPU for ever
+                told = 1, f"rank {self.rank}: its watch failed ({error!r})"
+        if told is not None:
+            self._leave(*told)
 
     def _leave(self, code: int, reason: str) -> None:
         """Say where this rank stands, and end it, unless it ends by itself within the time of grace."""
-        position = self.position
-        dumped = self._dump_collectives() if "has stood still" in reason else ""
-        if self._stopped.wait(_GRACE_S):
-            return
-        frames = traceback.format_stack(sys._current_frames()[self._main or 0])[-_MOST_FRAMES:]
-        here = f"for {time.monotonic() - position.since:.0f} s it was here: {position}{dumped}"
-        print(f"train.py: rank {self.rank} ends; {here}. The reason: {reason}", file=sys.stderr)
-        print("".join(frames), file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(code)
+        with self._leaving:  # the other thread may have a reason too
+            position = self.position
+            try:
+                dumped = (_within(_ANSWER_S, self._dump_collectives) or "") if "has stood still" in reason else ""
+                if self._stopped.wait(_GRACE_S):
+                    return
+                frames = traceback.format_stack(sys._current_frames()[self._main or 0])[-_MOST_FRAMES:]
+                here = f"for {time.monotonic() - position.since:.0f} s it was here: {position}{dumped}"
+                say(f"train.py: rank {self.rank} ends; {here}. The reason: {reason}\n{''.join(frames)}")
+            finally:
+                if not self._stopped.is_set():
+                    os._exit(code)
 
     def _dump_collectives(self) -> str:
         from torch._C import _distributed_c10d
@@ -162,6 +184,32 @@ class GroupWatch:
             path.write_bytes(dump())
             return f" (its last collectives: {path})"
         return ""
+
+
+def say(text: str) -> None:
+    """Print to stderr, for a rank that ends: neither fails nor waits for ever where the output goes nowhere."""
+
+    def write() -> None:
+        for stream, words in ((sys.stderr, f"{text}\n"), (sys.stdout, "")):
+            with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe
+                stream.write(words)
+                stream.flush()
+
+    _within(_ANSWER_S, write)
+
+
+def _within(seconds: float, action: Callable[[], T]) -> T | None:
+    """What `action` gives, None if it takes longer."""
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(action()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def _parse(told: str) -> tuple[int, str]:
+    code, _, reason = told.partition(" ")
+    return int(code), reason
 
 
 def start_recording(run_dir: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from adaptiveload.scheduling.flops import ModelDims
-from adaptiveload.scheduling.metrics import idle_share, load_cv, straggler
+from adaptiveload.scheduling.metrics import idle_share, load_cv, step_time_cv, straggler
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.training.distributed import Ranks
@@ -133,7 +133,7 @@ def step_metrics(
         "imbalance/load_cv": load_cv(plan.costs_us, plan.meet, plan.replicas),
         "imbalance/idle_share_planned": idle_share(plan.costs_us, plan.meet, plan.replicas),
         "imbalance/cost_error": cost_error(plan, measured.busy_s),
-        "imbalance/step_time_cv": load_cv(measured.busy_s, "step"),
+        "imbalance/step_time_cv": step_time_cv(measured.busy_s),
         "imbalance/slot_time_cv": load_cv(measured.busy_s, "slot", plan.replicas),
         "imbalance/idle_share": idle_share(measured.busy_s, plan.meet, plan.replicas),
         "imbalance/straggler": straggler(measured.busy_s),

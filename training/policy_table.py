@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptiveload.scheduling.metrics import load_cv, step_time, where_ranks_meet
+from adaptiveload.scheduling.metrics import load_cv, step_time, step_time_cv, where_ranks_meet
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.scheduling.samples import SampleTable
@@ -83,6 +83,7 @@ def summarize(
     warmup: int,
     table: SampleTable,
     token_limit: int,
+    text_tokens: int,
     device_bytes: int,
 ) -> Row:
     """Figures of the steps after the warm-up; cost errors of all of them, in order.
@@ -93,6 +94,7 @@ def summarize(
         warmup: First steps that do not count.
         table: Samples.
         token_limit: Most tokens of a micro-batch.
+        text_tokens: What the limit counts for each sample's text.
         device_bytes: Memory of one device.
     """
     errors = [cost_error(plan, measured.busy_s) for plan, measured in zip(plans, measurements, strict=True)]
@@ -107,15 +109,15 @@ def summarize(
     peaks = np.array([measured.memory_peak_gib for _, measured in pairs])
     steps = [_step_record(plan, measured, table) for plan, measured in pairs]
     sums, seconds = micro_batches_of(steps)
-    fullest = [plan.num_tokens.max(axis=0) for plan in counted]
+    fullest = [fullest_of(plan, table, text_tokens) for plan in counted]
     return {
         "num_steps": len(counted),
         "meet": meet,
         "load_cv": load_cv(planned, "slot"),
         "measured_cv": load_cv(busy, "slot"),
-        "step_time_cv": float(np.mean([load_cv(measured.busy_s, "step") for _, measured in pairs])),
+        "step_time_cv": float(np.mean([step_time_cv(measured.busy_s) for _, measured in pairs])),
         "slot_time_cv": float(np.mean([load_cv(measured.busy_s, "slot", replicas) for _, measured in pairs])),
-        "step_time_cv_planned": float(np.mean([load_cv(plan.costs_us, "step") for plan in counted])),
+        "step_time_cv_planned": float(np.mean([step_time_cv(plan.costs_us) for plan in counted])),
         "tokens_per_s_planned": float(tokens.sum() / sum(step_time(p.costs_us, meet, replicas) for p in counted) * 1e6),
         "idle_share_planned": _idle_share([plan.costs_us for plan in counted], meet, replicas),
         "idle_share": _idle_share([measured.busy_s for _, measured in pairs], meet, replicas),
@@ -138,6 +140,14 @@ def summarize(
         "pearson_squares": _pearson(sums[:, 2], seconds),
         "steps": steps,
     }
+
+
+def fullest_of(plan: StepPlan, table: SampleTable, text_tokens: int) -> NDArray[np.int64]:
+    """Tokens of each rank's fullest micro-batch as the memory limit counts them, int64 [ranks]."""
+    tokens = table.computed_tokens(plan.sample_ids) + text_tokens
+    return np.array(
+        [max(int(tokens[list(batch)].sum()) for batch in plan.micro_batches(r)) for r in range(plan.costs_us.shape[1])]
+    )
 
 
 def _idle_share(steps: Sequence[NDArray[Any]], meet: str, replicas: int) -> float:
@@ -191,6 +201,11 @@ def rate_rows(rows: Sequence[Row], mix: Mix, ranks: int) -> None:
                 row["mfu_on_mix"] = samples_per_s * mix.flops / ranks / mix.peak_flops
     for row in rows:
         row["relative"] = row["tokens_per_s_on_mix"] / rows[0]["tokens_per_s_on_mix"]
+
+
+def title_of(row: Row) -> str:
+    """A row by what tells it from the others."""
+    return ", ".join(str(row[name]) for name in NAMES)
 
 
 def markdown(head: str, rows: Sequence[Row]) -> str:

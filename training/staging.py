@@ -12,6 +12,10 @@ from torch.distributed.tensor import DTensor
 _ALIGNMENT = 512
 
 
+class HostMemoryError(RuntimeError):
+    """The system does not give the page-locked memory that a copy needs; the message is for the user."""
+
+
 class HostCopy:
     """A copy of tensors in one piece of host memory, made again and again.
 
@@ -26,7 +30,7 @@ class HostCopy:
         tensors: The copies, each in a storage of its own; a DTensor's is a DTensor with its shard on the host.
 
     Raises:
-        RuntimeError: If the system does not give so much page-locked memory.
+        HostMemoryError: If the system does not give so much page-locked memory.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
@@ -66,7 +70,7 @@ class HostCopy:
         """Not by torch's own allocator of page-locked memory: it rounds every size up to a power of two."""
         runtime, address = torch.cuda.cudart(), memory.ctypes.data
         if error := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
-            raise RuntimeError(
+            raise HostMemoryError(
                 f"{memory.nbytes / 1e9:.3g} GB of host memory, which this rank needs for saving checkpoints, cannot be "
                 f"page-locked: {torch.cuda.CudaError(error)}. Give the job more memory, or train on more ranks"
             )

@@ -13,6 +13,7 @@ from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import limit_of, recompute_of
 from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.training.cost import device_memory_bytes
+from adaptiveload.training.policy_table import fullest_of
 from adaptiveload.training.schedule import Schedule
 
 _NUM_STEPS = 20
@@ -35,7 +36,8 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
     step_s = sum(step_time(*each) for each in planned) / 1e6 / _NUM_STEPS
     tokens = sum(int(schedule.table.num_tokens[plan.sample_ids].sum()) for plan in plans)
     samples = float(np.mean([plan.num_samples for plan in plans]))
-    largest = max(_most_tokens(plan, schedule, ranks) for plan in plans)
+    text_tokens = schedule.settings.text_memory_tokens
+    largest = max(int(fullest_of(plan, schedule.table, text_tokens).max()) for plan in plans)
     memory = "measured" if schedule.models.is_memory_measured else "a prior"
     copies = f" with {plans[0].replicas} copies of the model" if plans[0].replicas > 1 else ""
     head = (
@@ -64,12 +66,6 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
             *_plan_lines(plans[0].costs_us, plans[0].num_tokens),
         ]
     )
-
-
-def _most_tokens(plan: StepPlan, schedule: Schedule, ranks: int) -> int:
-    """Of the fullest micro-batch of a step, text included as the memory limit counts it."""
-    tokens = schedule.table.computed_tokens(plan.sample_ids) + schedule.settings.text_memory_tokens
-    return max(int(tokens[list(batch)].sum()) for rank in range(ranks) for batch in plan.micro_batches(rank))
 
 
 def warnings(schedule: Schedule, ranks: int) -> list[str]:

@@ -4,7 +4,7 @@ import pytest
 from adaptiveload.scheduling.cost import GPU_TFLOPS, PowerCost, TableCost, TwoTermCost, analytic_prior
 from adaptiveload.scheduling.flops import MMDIT_20B, WAN_1_3B, WAN_14B
 from adaptiveload.scheduling.memory import memory_prior
-from adaptiveload.scheduling.metrics import idle_share, load_cv, straggler
+from adaptiveload.scheduling.metrics import idle_share, load_cv, step_time, step_time_cv, straggler, where_ranks_meet
 
 TEXT = np.array([512])
 
@@ -65,10 +65,16 @@ def test_table_cost_prices_as_the_law_it_was_made_of():
 def test_metrics():
     costs = [[1, 3], [2, 2]]  # rank 0 works 3, rank 1 works 5; slots take 3 and 2
     assert load_cv(costs, "slot") == pytest.approx((0.5 + 0) / 2)
-    assert load_cv(costs, "step") == pytest.approx(1 / 4)
+    # At the step: ranks come to their last backward, of 4/3 each, after 5/3 and 11/3.
+    assert where_ranks_meet(costs, "step") == pytest.approx(np.array([[5, 11], [4, 4]]) / 3)
+    assert load_cv(costs, "step") == pytest.approx((3 / 8 + 0) / 2)
+    assert step_time_cv(costs) == pytest.approx(1 / 4)
+    assert step_time(costs, "step") == pytest.approx(5)
     assert idle_share(costs, "slot") == pytest.approx(1 - 4 / 5)
     assert idle_share(costs, "step") == pytest.approx(1 - 4 / 5)
-    assert idle_share([[4, 1], [0, 3]], "step") == 0
+    # Equal totals, but rank 1 comes 2/3 later to a last backward that is 2/3 shorter.
+    assert step_time([[4, 1], [0, 3]], "step") == pytest.approx(4 + 2 / 3)
+    assert step_time_cv([[4, 1], [0, 3]]) == 0
     assert straggler(costs) == 1
     assert load_cv([[0, 0]], "slot") == 0
     for bad in ([[1, float("nan")]], [1, 2], [[]], [[-1, 1]]):

@@ -99,6 +99,8 @@ def records_of(path: Path) -> list[wandb_internal_pb2.Record]:
             position += left
             continue
         _, size, kind = struct.unpack("<IHB", data[position : position + 7])
+        if position + 7 + size > len(data):  # still being written
+            break
         record = (b"" if kind in (1, 2) else record) + data[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # whole, or the last part
