@@ -10,6 +10,7 @@ import torch
 from adaptiveload.kernels.backends import backend_for
 from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.wan import WanConfig
+from adaptiveload.scheduling.choices import check_choice
 from adaptiveload.scheduling.cost import GPU_TFLOPS, PowerCost, TwoTermCost, analytic_prior
 from adaptiveload.scheduling.cost_file import LAWS, CostFile
 from adaptiveload.scheduling.fit import power_law_of
@@ -50,8 +51,9 @@ class CostConfig:
 
     def check(self) -> None:
         """Raise ValueError for a value outside its range, naming the key."""
-        if self.law not in LAWS:
-            raise ValueError(f"cost.law={self.law!r}: use {' or '.join(LAWS)}")
+        check_choice("cost.law", self.law, LAWS)
+        if self.file is None:  # which needs no rates
+            check_choice("cost.gpu", self.gpu, ("auto", *GPU_TFLOPS))
         if self.refit_every_steps < 1:
             raise ValueError(f"cost.refit_every_steps={self.refit_every_steps} must be at least 1")
         if not 0 <= self.tolerance < 1:

@@ -27,7 +27,7 @@ from adaptiveload.training.cost import (
     model_dims,
     resolve_memory,
 )
-from adaptiveload.training.metrics import PEAK_FLOPS, StepMeasurement
+from adaptiveload.training.metrics import StepMeasurement, peak_flops
 from adaptiveload.training.policy_table import Mix
 from adaptiveload.training.schedule import model_geometry, trained_share
 
@@ -77,7 +77,7 @@ def synthetic_table(mix: str | Path, num_samples: int, config: RunConfig) -> Sam
 
 def mix_of(table: SampleTable, model: ModelConfig, device: str) -> Mix:
     """What the table's samples are worth to the model; their FLOPs only on a device whose peak is known by its name."""
-    peak = next((flops for known, flops in PEAK_FLOPS.items() if known in device.upper()), None)
+    peak = peak_flops(device)
     if peak is None:
         return Mix(table.num_tokens, table.computed_tokens(), None, None)
     dims = model_dims(model)

@@ -5,12 +5,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from adaptiveload.scheduling.balanced import BalancedPolicy, enough_samples_per_step
 from adaptiveload.scheduling.metrics import idle_share, load_cv, step_time
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import limit_of, recompute_of
 from adaptiveload.scheduling.recompute import ALL_BLOCKS
+from adaptiveload.training.cost import device_memory_bytes
 from adaptiveload.training.policy_table import fullest_of
 from adaptiveload.training.schedule import Schedule
 
@@ -54,6 +56,7 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
             f"  samples a step      {samples:.1f}, in {np.mean([plan.num_slots for plan in plans]):.1f} slots",
             f"  largest micro-batch {largest} of {schedule.settings.memory_limit_tokens} tokens",
             *_recompute_lines(schedule, plans),
+            *_memory_lines(schedule),
             f"  load CV             {np.mean([load_cv(*each) for each in planned]):.4f}",
             f"  idle share          {np.mean([idle_share(*each) for each in planned]):.4f}",
             f"  predicted step      {step_s:.3f} s, {tokens / step_s / _NUM_STEPS:,.0f} tokens/s",
@@ -137,11 +140,23 @@ def _recompute_lines(schedule: Schedule, plans: Sequence[StepPlan]) -> Iterator[
             f"  recompute           {share:.1%} of the blocks' work: none up to {settings.kept_tokens} tokens, all at "
             f"{settings.most_tokens}"
         )
-        if settings.most_tokens is not None and limit_of(settings) > settings.most_tokens:
-            yield (
-                f"  WARNING: schedule.memory_limit_tokens={limit_of(settings)} is above the "
-                f"{settings.most_tokens} tokens that fit by the memory model"
-            )
+
+
+def _memory_lines(schedule: Schedule) -> Iterator[str]:
+    """A warning of a limit above what fits by the memory model."""
+    settings, memory = schedule.settings, schedule.models.memory
+    fitting = settings.most_tokens
+    if settings.recompute != "auto":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            fitting = memory.max_tokens(device_memory_bytes(schedule.config.cost.gpu, device))
+        except ValueError as error:
+            yield f"  WARNING: {error}"
+    if fitting is not None and limit_of(settings) > fitting:
+        yield (
+            f"  WARNING: schedule.memory_limit_tokens={limit_of(settings)} is above the {fitting} tokens that fit by "
+            "the memory model"
+        )
 
 
 def _plan_lines(costs_us: np.ndarray, num_tokens: np.ndarray, max_ranks: int = 8) -> Iterator[str]:
