@@ -9,7 +9,7 @@ from adaptiveload.scheduling.cost import analytic_prior
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import limit_of
 from adaptiveload.training.adaptation import Adaptation
-from adaptiveload.training.checkpoint import Checkpointer, find_to_resume
+from adaptiveload.training.checkpoint import Checkpointer
 from adaptiveload.training.checkpoint_files import read_state
 from adaptiveload.training.config import RunConfig, save_config
 from adaptiveload.training.cost import model_dims
@@ -23,6 +23,7 @@ from adaptiveload.training.live_step import build_model
 from adaptiveload.training.memory_limits import LIMITS_NAME, MemoryLimits, read_records
 from adaptiveload.training.previews import Previews
 from adaptiveload.training.profiling import Profiler
+from adaptiveload.training.resume import find_to_resume
 from adaptiveload.training.schedule import (
     Schedule,
     StreamSchedule,
