@@ -34,7 +34,7 @@ from adaptiveload.models.sampling import SCHEDULERS, SamplerConfig
 from adaptiveload.scheduling.shapes import Shape
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.contact_sheet import contact_sheet, shown_frames
-from adaptiveload.training.cost import resolve_gpu
+from adaptiveload.training.cost import Hardware, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, set_meeting, start_ranks
 from adaptiveload.training.live_step import build_model
 from adaptiveload.training.resume import load_weights
@@ -192,8 +192,9 @@ def sample(options: argparse.Namespace, ranks: Ranks) -> Path:
         if len(one.text) > job.config.model.text_len:
             raise ValueError(f"{one.caption!r}: {len(one.text)} text rows, model.text_len={job.config.model.text_len}")
     # Where the gathered weights fit, gather them once and not in every step.
-    gpu = resolve_gpu(job.config.cost, ranks.device)
-    set_meeting(job.model, meet=resolve_meet(job.config, gpu, ranks.device), is_last=True)
+    hardware = Hardware.of_all(ranks)
+    gpu = resolve_gpu(job.config.cost, hardware)
+    set_meeting(job.model, meet=resolve_meet(job.config, gpu, hardware), is_last=True)
     job.folder.mkdir(parents=True, exist_ok=True)
     limit = job.config.schedule.memory_limit_tokens or 0  # 0: one at a time
     made = make_samples(

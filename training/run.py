@@ -12,7 +12,7 @@ from adaptiveload.training.adaptation import Adaptation
 from adaptiveload.training.checkpoint import Checkpointer
 from adaptiveload.training.checkpoint_files import read_state
 from adaptiveload.training.config import RunConfig, save_config
-from adaptiveload.training.cost import model_dims
+from adaptiveload.training.cost import Hardware, model_dims
 from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.ema import Ema
 from adaptiveload.training.evaluation import HeldOut
@@ -90,12 +90,13 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     resume_from = find_to_resume(folder, config.checkpoint, ranks)
     saved = read_state(resume_from) if resume_from else None
     limits_path = config.run_dir / LIMITS_NAME
+    hardware = Hardware.of_all(ranks)
     schedule: Schedule | StreamSchedule
     if config.data.mode == "stream":
-        schedule, min_drawn = build_stream_schedule(config, ranks.world_size, ranks.device), _MIN_DRAWN
+        schedule, min_drawn = build_stream_schedule(config, ranks.world_size, hardware), _MIN_DRAWN
     else:
         records = ranks.broadcast_object(read_records(limits_path) if ranks.is_main else None)
-        schedule = build_schedule(config, ranks.world_size, ranks.device, saved, records)
+        schedule = build_schedule(config, ranks.world_size, ranks.device, saved, records, hardware)
         min_drawn = min(_MIN_DRAWN, len(schedule.train_ids))
         if ranks.is_main:
             schedule.corpus.verify()
@@ -152,7 +153,7 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         memory=MemoryLimits(
             limits_path,
             ranks.rank,
-            memory_conditions(config, ranks.world_size, ranks.device, schedule.meet),
+            memory_conditions(config, ranks.world_size, hardware, schedule.meet),
             schedule.settings if isinstance(schedule, Schedule) else schedule.config.schedule,
             can_obey=isinstance(schedule, Schedule) and config.schedule.policy == "balanced",
         ),
