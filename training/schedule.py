@@ -126,9 +126,8 @@ def build_schedule(
     meet = resolve_meet(config, gpu, hardware)
     models = _models(config, gpu, hardware, meet, ranks, np.unique(table.computed_tokens()).tolist())
     asked = resolve_memory(replace(config.schedule, meet=meet), models, device_memory_bytes(gpu, hardware))
-    order = EndlessOrder(
-        train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=corpus.repeats[train_ids]
-    )
+    repeats = corpus.repeats[train_ids]
+    order = EndlessOrder(train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=repeats)
     settings, lowered = asked, None
     if config.schedule.policy == "balanced":
         conditions = memory_conditions(config, ranks, hardware, meet)
