@@ -60,6 +60,7 @@ class Schedule:
         models: Cost and memory models that the run starts with.
         history: Cost model of every step; it grows while the run adapts.
         meet: "slot" or "step".
+        hardware: What it is planned for.
         identity: What a resumed run must have in common with the one that saved.
         config: The run's configuration with every "auto" of the schedule replaced by what it came to.
         settings: The schedule's part of it; the run may have learnt of a lower memory limit since.
@@ -75,6 +76,7 @@ class Schedule:
     models: RunModels
     history: CostHistory
     meet: str
+    hardware: Hardware
     identity: dict[str, object]
     config: RunConfig
     settings: ScheduleConfig
@@ -130,8 +132,7 @@ def build_schedule(
     order = EndlessOrder(train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=repeats)
     settings, lowered = asked, None
     if config.schedule.policy == "balanced":
-        conditions = memory_conditions(config, ranks, hardware, meet)
-        known = [record for record in memory_records if record["under"] == conditions]
+        known = [each for each in memory_records if each["under"] == memory_conditions(config, ranks, hardware, meet)]
         settings, lowered = lower_limit(asked, known, table, order)
     lookahead = _lookahead(saved, settings, table, order, models, ranks, meet)
     settings = replace(settings, lookahead=lookahead)
@@ -151,6 +152,7 @@ def build_schedule(
         models=models,
         history=history,
         meet=meet,
+        hardware=hardware,
         identity=identity,
         config=replace(config, schedule=replace(asked, lookahead=lookahead), cost=replace(config.cost, gpu=gpu)),
         settings=settings,
