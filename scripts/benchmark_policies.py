@@ -60,7 +60,7 @@ from adaptiveload.training.benchmark_trainers import (
     shapes_of,
 )
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.cost import device_memory_bytes, device_name, resolve_gpu
+from adaptiveload.training.cost import Hardware, device_memory_bytes, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
 from adaptiveload.training.figures import policies_figure
 from adaptiveload.training.launcher_settings import follow_launcher
@@ -91,7 +91,7 @@ class Benchmark:
         options: The command line.
         config: The run.
         gpu: Whose rates a prior has.
-        device: Where this rank computes; of a prediction the CPU, which stands for `gpu`.
+        hardware: What ranks compute on; of a prediction the CPU, which stands for `gpu`.
         world_size: Ranks, real or predicted.
         cases: Rows.
         table: Samples of the mix.
@@ -101,7 +101,7 @@ class Benchmark:
     options: argparse.Namespace
     config: RunConfig
     gpu: str
-    device: torch.device
+    hardware: Hardware
     world_size: int
     cases: list[Case]
     table: SampleTable
@@ -110,7 +110,7 @@ class Benchmark:
     @property
     def device_title(self) -> str:
         """What computes, for a reader."""
-        return f"{self.gpu}, predicted" if self.options.dry_run else device_name(self.device)
+        return f"{self.gpu}, predicted" if self.options.dry_run else self.hardware.name
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -121,11 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = load_config(options.config, options.overrides)
         if options.dry_run:
             config = follow_launcher(config, os.environ, options.ranks)
-            predict(prepare(options, config, options.ranks, torch.device("cpu")))
+            predict(prepare(options, config, options.ranks, Hardware.of(torch.device("cpu"))))
             return
         ranks = start_ranks()
         config = follow_launcher(config, os.environ, ranks.world_size)
-        run(prepare(options, config, ranks.world_size, ranks.device), ranks, started + 60 * options.budget_minutes)
+        benchmark = prepare(options, config, ranks.world_size, Hardware.of_all(ranks))
+        run(benchmark, ranks, started + 60 * options.budget_minutes)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"benchmark_policies: {error}")
     finish_ranks(ranks)
@@ -179,7 +180,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def prepare(options: argparse.Namespace, config: RunConfig, world_size: int, device: torch.device) -> Benchmark:
+def prepare(options: argparse.Namespace, config: RunConfig, world_size: int, hardware: Hardware) -> Benchmark:
     """Rows and samples.
 
     Raises:
@@ -192,17 +193,17 @@ def prepare(options: argparse.Namespace, config: RunConfig, world_size: int, dev
         rank_speed=config.schedule.rank_speed if options.adaptive else "off",
     )
     config = replace(config, cost=cost, schedule=schedule)
-    gpu = resolve_gpu(cost, device)
+    gpu = resolve_gpu(cost, hardware)
     table = synthetic_table(options.mix, EPOCH_SAMPLES_PER_RANK * world_size, config)
     arms = product(
         options.kernels,
         options.recompute or [schedule.recompute],
-        options.meet or [resolve_meet(config, gpu, device)],
+        options.meet or [resolve_meet(config, gpu, hardware)],
         options.policies,
     )
     cases = [Case(OwnTrainer.name, *arm) for arm in arms] + ([PEER] if options.peer else [])
     order = EndlessOrder(np.arange(len(table)), schedule.seed)
-    benchmark = Benchmark(options, config, gpu, device, world_size, cases, table, order)
+    benchmark = Benchmark(options, config, gpu, hardware, world_size, cases, table, order)
     # A step of the paper's policies is whole slots of full buckets: where one has more samples, all get as many.
     papers = {(c.model, c.recompute, c.meet, c.policy): c for c in cases if c.policy != "balanced"}
     largest = max((round(schedule_of(benchmark, case).samples_per_slot) for case in papers.values()), default=0)
@@ -224,7 +225,7 @@ def schedule_of(benchmark: Benchmark, case: Case) -> SyntheticSchedule:
         benchmark.order,
         config,
         world_size=benchmark.world_size,
-        device=benchmark.device,
+        hardware=benchmark.hardware,
         gpu=benchmark.gpu,
         cost_files=benchmark.options.cost,
         scale_b2=benchmark.options.scale_b2,
@@ -335,7 +336,7 @@ def figures_of(
         schedule.table,
         settings.memory_limit_tokens,
         settings.text_memory_tokens,
-        device_memory_bytes(benchmark.gpu, benchmark.device),
+        device_memory_bytes(benchmark.gpu, benchmark.hardware),
     )
     return figures | {"updates": [update.from_step for update in schedule.history.updates]}
 

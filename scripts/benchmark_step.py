@@ -42,7 +42,7 @@ from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.training.benchmark_trainers import OwnTrainer
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.cost import device_name, model_dims, resolve_gpu
+from adaptiveload.training.cost import Hardware, device_name, model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, reshard, start_ranks
 from adaptiveload.training.kernel_profile import kernel_table, profiled_spans
 from adaptiveload.training.launcher_settings import follow_launcher
@@ -204,7 +204,8 @@ class Ours:
         # A new model's head is zero, and so would be all gradients of the blocks: products of zeros draw less power.
         with torch.no_grad():
             self.trainer.model.proj_out.weight.to_local().normal_(std=0.02)
-        self.meet = resolve_meet(config, resolve_gpu(config.cost, ranks.device), ranks.device)
+        hardware = Hardware.of(ranks.device)
+        self.meet = resolve_meet(config, resolve_gpu(config.cost, hardware), hardware)
 
     def make_batch(self, case: Case) -> Any:
         """Random samples, whose attention is planned."""

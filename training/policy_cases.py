@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from adaptiveload.models.config import ModelConfig
 from adaptiveload.scheduling.cost import TwoTermCost
@@ -20,6 +19,7 @@ from adaptiveload.scheduling.simulation import MEASURED_PART, Simulation
 from adaptiveload.scheduling.updates import CostHistory
 from adaptiveload.training.config import RunConfig
 from adaptiveload.training.cost import (
+    Hardware,
     RunModels,
     build_models,
     device_memory_bytes,
@@ -104,7 +104,7 @@ def build_case_schedule(
     config: RunConfig,
     *,
     world_size: int,
-    device: torch.device,
+    hardware: Hardware,
     gpu: str,
     cost_files: Sequence[str] = (),
     scale_b2: float = 1.0,
@@ -117,7 +117,7 @@ def build_case_schedule(
         order: Their order.
         config: The run.
         world_size: Ranks.
-        device: Whose memory counts; on a CPU that of `gpu`.
+        hardware: Whose memory counts; on a CPU that of `gpu`.
         gpu: From `resolve_gpu`.
         cost_files: The one with the fewest mismatches prices the row; without any a prior does.
         scale_b2: Makes the law wrong: b2 (or b) times this.
@@ -126,20 +126,20 @@ def build_case_schedule(
     config = replace(config, schedule=settings)
     nearest = min(
         cost_files,
-        key=lambda path: len(mismatches(CostFile.read(path), config, gpu, device, case.meet, world_size)),
+        key=lambda path: len(mismatches(CostFile.read(path), config, gpu, hardware, case.meet, world_size)),
         default=None,
     )
     models = build_models(
         replace(config, cost=replace(config.cost, file=nearest, allow_mismatch=True)),
         gpu,
-        device,
+        hardware,
         meet=case.meet,
         ranks=world_size,
         sharded_over=world_size // num_replicas(settings.shard_ranks, world_size),
         seq_lens=np.unique(table.computed_tokens()).tolist(),
         trained_share=trained_share(config),
     )
-    settings = resolve_memory(settings, models, device_memory_bytes(gpu, device))
+    settings = resolve_memory(settings, models, device_memory_bytes(gpu, hardware))
     name = "b2_us" if isinstance(models.cost, TwoTermCost) else "b_us"
     law = replace(models.cost, **{name: getattr(models.cost, name) * scale_b2})
     simulation = Simulation(table, order, law, world_size, case.meet)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from adaptiveload.scheduling.balanced import BalancedPolicy, enough_samples_per_step
 from adaptiveload.scheduling.metrics import idle_share, load_cv, step_time
@@ -147,9 +146,8 @@ def _memory_lines(schedule: Schedule) -> Iterator[str]:
     settings, memory = schedule.settings, schedule.models.memory
     fitting = settings.most_tokens
     if settings.recompute != "auto":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            fitting = memory.max_tokens(device_memory_bytes(schedule.config.cost.gpu, device))
+            fitting = memory.max_tokens(device_memory_bytes(schedule.config.cost.gpu, schedule.hardware))
         except ValueError as error:
             yield f"  WARNING: {error}"
     if fitting is not None and limit_of(settings) > fitting:

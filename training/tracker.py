@@ -27,7 +27,9 @@ from PIL import Image
 from tqdm import tqdm
 
 from adaptiveload.scheduling.choices import check_choice
+from adaptiveload.training.rows import drop_rows_from
 
+FIGURES_NAMES = ("metrics.jsonl", "schedule.jsonl")
 # Calls that a tracker may lag behind; a call is one step's figures, some KiB.
 _MOST_WAITING = 1000
 _ABANDON_WITHIN_S = 5.0
@@ -123,8 +125,7 @@ class Tracker:
 
     def __init__(self, run_dir: Path, config: TrackingConfig, run_config: Any, first_step: int, max_steps: int) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = _open_from(run_dir / "metrics.jsonl", first_step)
-        self._schedule = _open_from(run_dir / "schedule.jsonl", first_step)
+        self._metrics, self._schedule = (_open_from(run_dir / name, first_step) for name in FIGURES_NAMES)
         self._finish_timeout_s = config.finish_timeout_s
         self._ranks_every_steps = config.schedule_every_steps
         # With a delay its first line waits for the first step, and so comes after the start-up report.
@@ -362,20 +363,8 @@ def _has_wandb_key() -> bool:
 
 def _open_from(path: Path, first_step: int) -> Any:
     """Open a JSONL file for appending, without the lines of `first_step` and later ones."""
-    kept = []
-    if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) < first_step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    temporary.replace(path)
+    drop_rows_from(path, first_step)
     return path.open("a", buffering=1)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line torn by a crash
-        return math.inf
 
 
 def _write_line(file: Any, record: dict[str, Any]) -> None:
