@@ -97,16 +97,14 @@ def summarize(
         text_tokens: What the limit counts for each sample's text.
         device_bytes: Memory of one device.
     """
-    errors = [cost_error(plan, measured.busy_s) for plan, measured in zip(plans, measurements, strict=True)]
-    pairs = list(zip(plans, measurements, strict=True))[warmup:]
-    counted = [plan for plan, _ in pairs]
-    meet, replicas = counted[0].meet, counted[0].replicas
+    all_pairs = list(zip(plans, measurements, strict=True))
+    errors, pairs = [cost_error(plan, measured.busy_s) for plan, measured in all_pairs], all_pairs[warmup:]
+    counted, meet, replicas = [plan for plan, _ in pairs], plans[0].meet, plans[0].replicas
     planned = np.concatenate([where_ranks_meet(plan.costs_us, meet, replicas) for plan in counted])
     busy = np.concatenate([where_ranks_meet(measured.busy_s, meet, replicas) for _, measured in pairs])
     step_s = np.array([measured.step_s.max() for _, measured in pairs])
     tokens = np.array([int(plan.num_tokens.sum()) for plan in counted])
-    samples = sum(plan.num_samples for plan in counted)
-    peaks = np.array([measured.memory_peak_gib for _, measured in pairs])
+    samples, peaks = sum(p.num_samples for p in counted), np.array([each.memory_peak_gib for _, each in pairs])
     steps = [_step_record(plan, measured, table) for plan, measured in pairs]
     sums, seconds = micro_batches_of(steps)
     fullest = [fullest_of(plan, table, text_tokens) for plan in counted]
