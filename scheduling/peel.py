@@ -39,15 +39,16 @@ class SlotPlanner:
 
         That is a slot of a plan with few slots, in which the ranks' loads are near each other.
         """
-        found: list[tuple[int, EvenSlot]] = []
+        found: dict[bytes, tuple[int, EvenSlot]] = {}  # by load: plans share many of their slots
         for peeled, levelled in (self._rows(*spare) for spare in product((0, 1), repeat=2)):
             loads, bins = self._loads(peeled, levelled), self._bins(peeled, levelled)
             placements = [placement for row in (*peeled, *filter(None, [levelled])) for placement in row.placements]
             for load, of_ranks in zip(loads, bins, strict=True):
                 if load.all():
                     parts = parts_of(len(loads) * np.full_like(load, slot_overhead_us), load - load.min())
-                    found.append((parts, EvenSlot(load, [part for p in placements for part in p.of_bins(of_ranks)])))
-        return [slot for _, slot in sorted(found, key=lambda each: each[0])]
+                    slot = EvenSlot(load, [part for p in placements for part in p.of_bins(of_ranks)])
+                    found.setdefault(load.tobytes(), (parts, slot))
+        return [slot for _, slot in sorted(found.values(), key=lambda each: each[0])]
 
     def _rows(self, spare_to_peel: int, spare_to_level: int) -> tuple[list[BinRow], BinRow | None]:
         """One `BinRow` for each peeled slot, and one for all levelled slots: [slots * ranks] bins."""
