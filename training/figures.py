@@ -158,6 +158,9 @@ def busy_figure(steps: Sequence[int], busy_s: np.ndarray) -> Figure:
     return figure
 
 
+MOST_NAMED_RANKS = 32  # with more, a picture of the ranks does not grow any more
+
+
 def policies_figure(rows: Sequence[Record], titles: Sequence[str]) -> Figure:
     """Busy seconds by rank over the steps of each row, waiting shaded; a line ends a step.
 
@@ -167,9 +170,10 @@ def policies_figure(rows: Sequence[Record], titles: Sequence[str]) -> Figure:
         titles: One a row.
     """
     num_ranks = [len(row["steps"][0]["busy_s"][0]) for row in rows]
+    heights = [0.75 + 0.25 * min(num, MOST_NAMED_RANKS) for num in num_ranks]
     figure, all_axes = plt.subplots(
-        len(rows), 1, figsize=(12, 0.6 + sum(0.75 + 0.25 * num for num in num_ranks)), sharex=True, squeeze=False,
-        layout="constrained", gridspec_kw={"height_ratios": [0.75 + 0.25 * num for num in num_ranks]},
+        len(rows), 1, figsize=(12, 0.6 + sum(heights)), sharex=True, squeeze=False,
+        layout="constrained", gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
     for axes, row, title, num in zip(all_axes[:, 0], rows, titles, num_ranks, strict=True):
         start = 0.0
@@ -181,7 +185,8 @@ def policies_figure(rows: Sequence[Record], titles: Sequence[str]) -> Figure:
                 left += busy.max()
             start += max(step["step_s"], left - start)
             axes.axvline(start, color="black", linewidth=0.6)
-        axes.set_yticks(range(num), [f"rank {rank}" for rank in range(num)], fontsize=7)
+        if num <= MOST_NAMED_RANKS:
+            axes.set_yticks(range(num), [f"rank {rank}" for rank in range(num)], fontsize=7)
         axes.invert_yaxis()
         axes.set_title(title, fontsize=9, loc="left")
     all_axes[-1, 0].set_xlabel("seconds; dark: a rank works, light: it waits for the others")
