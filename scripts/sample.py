@@ -37,6 +37,7 @@ from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.contact_sheet import contact_sheet, shown_frames
 from adaptiveload.training.cost import resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, set_meeting, start_ranks
+from adaptiveload.training.failures import ending_in_words
 from adaptiveload.training.live_step import build_model
 from adaptiveload.training.samples import (
     Strips,
@@ -304,11 +305,9 @@ def _refuse_ignored(parser: argparse.ArgumentParser, options: argparse.Namespace
 def main() -> None:
     """Sample, on one process or on those of a launch."""
     options = parse_args()
-    try:
+    with ending_in_words("sample"):
         ranks = start_ranks()
         path = sample(options, ranks)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"sample: {error}")
     if ranks.is_main:
         print(f"samples: {path}")
     finish_ranks(ranks)
