@@ -10,9 +10,9 @@ import pytest
 
 from adaptiveload.data.index import INDEX_NAME, INFO_NAME, NULL_TEXT_NAME, ShardIndex, write_index
 from adaptiveload.data.indexer import index_shards
-from adaptiveload.data.tar_scan import scan_tar
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from scripts.index_shards import main as index_shards_script
+from tests.data.media_files import scan_tar
 
 
 @pytest.fixture
