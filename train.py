@@ -220,12 +220,17 @@ def save_where_due(run: Run, watch: GroupWatch, plan: StepPlan, measured: StepMe
 
 
 def saving_figures(run: Run, step: int) -> dict[str, float]:
-    """Figures of the checkpoint that was committed since the last call, none if there is none. Rank 0 says so."""
+    """Figures of the checkpoint that was committed since the last call, none if there is none. Rank 0 says so.
+
+    Where a save had to wait for the one before, both may have been: the earlier one's go on a line of their own.
+    """
     figures: dict[str, float] = {}
     for report in run.checkpointer.take_reports():
-        figures = report.figures()
         if run.tracker is not None:
+            if figures:
+                run.tracker.log(step, figures)
             run.tracker.message(f"step {step + 1}: {report}")
+        figures = report.figures()
     return figures
 
 

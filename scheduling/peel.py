@@ -46,8 +46,12 @@ class SlotPlanner:
             for load, of_ranks in zip(loads, bins, strict=True):
                 if load.all():
                     parts = parts_of(len(loads) * np.full_like(load, slot_overhead_us), load - load.min())
-                    found.append((parts, EvenSlot(load, [part for p in placements for part in p.of_bins(of_ranks)])))
-        return [slot for _, slot in sorted(found, key=lambda each: each[0])]
+                    slot = EvenSlot(load, [part for p in placements for part in p.of_bins(of_ranks)])
+                    found.append((parts, slot))
+        unlike: dict[bytes, EvenSlot] = {}  # plans share many of their slots
+        for _, slot in sorted(found, key=lambda each: each[0]):
+            unlike.setdefault(slot.load.tobytes(), slot)
+        return list(unlike.values())
 
     def _rows(self, spare_to_peel: int, spare_to_level: int) -> tuple[list[BinRow], BinRow | None]:
         """One `BinRow` for each peeled slot, and one for all levelled slots: [slots * ranks] bins."""

@@ -10,19 +10,22 @@ import numpy as np
 from adaptiveload.scheduling.assemble import StepAssembler
 from adaptiveload.scheduling.balanced import BalancedPolicy
 from adaptiveload.scheduling.buckets import Buckets
+from adaptiveload.scheduling.choices import check_choice
 from adaptiveload.scheduling.cost import CostModel, IntArray, PowerCost
 from adaptiveload.scheduling.fit import power_law_of
 from adaptiveload.scheduling.metrics import step_time
 from adaptiveload.scheduling.order import CohortOrder, EndlessOrder
 from adaptiveload.scheduling.paper_policies import BucketPolicy
 from adaptiveload.scheduling.plan import StepPlan
-from adaptiveload.scheduling.recompute import Recompute
+from adaptiveload.scheduling.recompute import LEVELS, Recompute
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.updates import CostHistory
 
 logger = logging.getLogger(__name__)
 
 POLICIES = ("balanced", "dual_constraint", "equal_token")
+STREAM_POLICIES = ("local", "dual_constraint", "equal_token")  # of streams, which have no index
+MEETINGS = ("slot", "step")
 
 
 @dataclass
@@ -83,6 +86,44 @@ class ScheduleConfig:
     kept_tokens: int | None = None
     most_tokens: int | None = None
     recompute_text_tokens: int = 0
+
+    def check(self) -> None:
+        """Raise ValueError for a value that no data set and no number of ranks could work with, naming the key."""
+        check_choice("schedule.policy", self.policy, sorted({*POLICIES, *STREAM_POLICIES}))
+        check_choice("schedule.meet", self.meet, ("auto", *MEETINGS))
+        check_choice("schedule.rank_speed", self.rank_speed, ("auto", "off"))
+        check_choice("schedule.recompute", self.recompute, LEVELS)
+        if self.lookahead != "auto" and not (self.lookahead.isdecimal() and int(self.lookahead) >= 1):
+            raise ValueError(f"schedule.lookahead={self.lookahead!r}: use auto or a whole number from 1")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"schedule.{name}={value} must be at least {least}")
+        for name in ("cost_exponent", "compute_limit_factor"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"schedule.{name}={value} must be a positive number")
+        if not math.isfinite(self.loss_weight_exponent):
+            raise ValueError(f"schedule.loss_weight_exponent={self.loss_weight_exponent} must be a finite number")
+        if self.recompute == "auto" and self.kept_tokens is not None and self.most_tokens is not None:
+            recompute_of(self)
+
+
+# Least values of the whole numbers among its keys; null is none of them.
+_LEAST = {
+    "samples_per_step": 1,
+    "memory_limit_tokens": 1,
+    "text_memory_tokens": 0,
+    "max_samples_per_micro_batch": 1,
+    "shard_ranks": 0,
+    "slots_per_step": 1,
+    "slot_overhead_us": 0,
+    "order_block_size": 1,
+    "seed": 0,
+    "kept_tokens": 0,
+    "most_tokens": 1,
+    "recompute_text_tokens": 0,
+}
 
 
 class Policy(Protocol):
@@ -257,34 +298,13 @@ def bucket_counts(table: SampleTable, order: EndlessOrder) -> IntArray:
 
 
 def check_config(config: ScheduleConfig, ranks: int, meet: str) -> None:
-    """Raise ValueError for a value that is unknown or out of range, naming its key."""
-    for key, value, known in (
-        ("schedule.policy", config.policy, POLICIES),
-        ("schedule.meet", meet, ("slot", "step")),
-        ("schedule.rank_speed", config.rank_speed, ("auto", "off")),
-    ):
-        if value not in known:
-            raise ValueError(f"{key} must be one of {', '.join(known)}, got {value!r}")
-    for key, number in (
-        ("schedule.memory_limit_tokens", limit_of(config)),
-        ("schedule.max_samples_per_micro_batch", config.max_samples_per_micro_batch),
-        ("schedule.slots_per_step", config.slots_per_step),
-        ("schedule.cost_exponent", 1 if config.cost_exponent is None else config.cost_exponent),
-        ("schedule.compute_limit_factor", 1 if config.compute_limit_factor is None else config.compute_limit_factor),
-    ):
-        if not (math.isfinite(number) and number > 0):
-            raise ValueError(f"{key} must be positive, got {number}")
-    if not math.isfinite(config.loss_weight_exponent):
-        raise ValueError(f"schedule.loss_weight_exponent must be a finite number, got {config.loss_weight_exponent}")
-    if config.text_memory_tokens < 0:
-        raise ValueError(f"schedule.text_memory_tokens must not be negative, got {config.text_memory_tokens}")
-    if config.slot_overhead_us is not None and config.slot_overhead_us < 0:
-        raise ValueError(f"schedule.slot_overhead_us must not be negative, got {config.slot_overhead_us}")
-    if not config.lookahead.isdecimal() or int(config.lookahead) < 1:
-        raise ValueError(
-            f"schedule.lookahead must be a whole number from 1 by now, got {config.lookahead!r}; "
-            '"auto" is resolved once when a run starts'
-        )
+    """`config.check`, and what must be known by now or depends on the ranks; raises ValueError naming the key."""
+    config.check()
+    check_choice("schedule.policy", config.policy, POLICIES)
+    check_choice("schedule.meet", meet, MEETINGS)
+    limit_of(config)
+    if config.lookahead == "auto":
+        raise ValueError('schedule.lookahead="auto" must be a number by now: it is resolved once when a run starts')
     if config.policy == "balanced" and config.samples_per_step < ranks:
         raise ValueError(
             f"{config.samples_per_step} samples a step are fewer than {ranks} ranks: "

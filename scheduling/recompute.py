@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adaptiveload.scheduling.choices import check_choice
 from adaptiveload.scheduling.cost import IntArray
 
 LEVELS = ("none", "full", "auto")
@@ -33,8 +34,7 @@ class Recompute:
     text_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ValueError(f"schedule.recompute must be one of {', '.join(LEVELS)}, got {self.level!r}")
+        check_choice("schedule.recompute", self.level, LEVELS)
         if self.level == "auto" and not 0 <= self.kept_tokens < self.most_tokens:
             raise ValueError(
                 f"schedule.kept_tokens={self.kept_tokens} must be less than schedule.most_tokens={self.most_tokens}"

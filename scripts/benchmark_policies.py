@@ -8,8 +8,7 @@ Every policy runs with each of `--kernels`, `--recompute` and `--meet`; `--peer`
 write (diffusers, FSDP2, full checkpointing, equal_token, ranks meeting at the slot). The result is `policies.md` and
 `policies.json`, rewritten after every step, and a picture of the steps, `policies.png`, after every row.
 
-`--dry-run --ranks 8` needs no GPU and no launcher: the same table for as many ranks as one likes, of the same plans, as
-the cost and memory models predict it. `cost.gpu=h200` names the GPU.
+`--dry-run --ranks 8 cost.gpu=h200` needs neither GPU nor launcher: the same plans as the models predict them.
 
 Tokens/s of rows compare only where their samples do. Over a few steps policies draw different ones: the bucket policies
 leave long clips in their queues until a bucket is full, and a token of a long clip takes several times as long. Two
@@ -31,13 +30,13 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import gc
-import itertools
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ from adaptiveload.training.benchmark_trainers import (
     shapes_of,
 )
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.cost import device_memory_bytes, device_name, resolve_gpu
+from adaptiveload.training.cost import Hardware, device_memory_bytes, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
 from adaptiveload.training.figures import policies_figure
 from adaptiveload.training.launcher_settings import follow_launcher
@@ -76,11 +75,12 @@ from adaptiveload.training.policy_cases import (
     steps_to_run,
     synthetic_table,
 )
-from adaptiveload.training.policy_table import NAMES, Row, markdown, rate_rows, summarize
+from adaptiveload.training.policy_table import Row, markdown, rate_rows, summarize, title_of
 from adaptiveload.training.schedule import resolve_meet
 
 EPOCH_SAMPLES_PER_RANK = 30_000  # as the simulator: the paper's large buckets fill late
 AS_IS = "default"  # of --kernels: what the environment says
+PEER = Case(DiffusersTrainer.name, "none", "full", "slot", "equal_token")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Benchmark:
         options: The command line.
         config: The run.
         gpu: Whose rates a prior has.
-        device: Where this rank computes; of a prediction the CPU, which stands for `gpu`.
+        hardware: What ranks compute on; of a prediction the CPU, which stands for `gpu`.
         world_size: Ranks, real or predicted.
         cases: Rows.
         table: Samples of the mix.
@@ -101,7 +101,7 @@ class Benchmark:
     options: argparse.Namespace
     config: RunConfig
     gpu: str
-    device: torch.device
+    hardware: Hardware
     world_size: int
     cases: list[Case]
     table: SampleTable
@@ -110,7 +110,7 @@ class Benchmark:
     @property
     def device_title(self) -> str:
         """What computes, for a reader."""
-        return f"{self.gpu}, predicted" if self.options.dry_run else device_name(self.device)
+        return f"{self.gpu}, predicted" if self.options.dry_run else self.hardware.name
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -121,11 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = load_config(options.config, options.overrides)
         if options.dry_run:
             config = follow_launcher(config, os.environ, options.ranks)
-            predict(prepare(options, config, options.ranks, torch.device("cpu")))
+            predict(prepare(options, config, options.ranks, Hardware.of(torch.device("cpu"))))
             return
         ranks = start_ranks()
         config = follow_launcher(config, os.environ, ranks.world_size)
-        run(prepare(options, config, ranks.world_size, ranks.device), ranks, started + 60 * options.budget_minutes)
+        benchmark = prepare(options, config, ranks.world_size, Hardware.of_all(ranks))
+        run(benchmark, ranks, started + 60 * options.budget_minutes)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"benchmark_policies: {error}")
     finish_ranks(ranks)
@@ -171,12 +172,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--dry-run knows one model and what its cost file was fitted to: no --peer, --kernels, --adaptive")
     if options.adaptive and options.same_samples:
         parser.error("--adaptive changes the steps while they run: leave out --same-samples")
+    for name, least in (("samples_per_rank", 1), ("steps", 1), ("warmup", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: at least {least}")
     if not options.policies and not options.peer:
         parser.error("nothing to measure: name --policies or --peer")
     return options
 
 
-def prepare(options: argparse.Namespace, config: RunConfig, world_size: int, device: torch.device) -> Benchmark:
+def prepare(options: argparse.Namespace, config: RunConfig, world_size: int, hardware: Hardware) -> Benchmark:
     """Rows and samples.
 
     Raises:
@@ -189,27 +193,25 @@ def prepare(options: argparse.Namespace, config: RunConfig, world_size: int, dev
         rank_speed=config.schedule.rank_speed if options.adaptive else "off",
     )
     config = replace(config, cost=cost, schedule=schedule)
-    gpu = resolve_gpu(cost, device)
-    num_samples = EPOCH_SAMPLES_PER_RANK * world_size
-    ids = np.arange(num_samples)
+    gpu = resolve_gpu(cost, hardware)
+    table = synthetic_table(options.mix, EPOCH_SAMPLES_PER_RANK * world_size, config)
+    arms = product(
+        options.kernels,
+        options.recompute or [schedule.recompute],
+        options.meet or [resolve_meet(config, gpu, hardware)],
+        options.policies,
+    )
+    cases = [Case(OwnTrainer.name, *arm) for arm in arms] + ([PEER] if options.peer else [])
+    order = EndlessOrder(np.arange(len(table)), schedule.seed)
+    benchmark = Benchmark(options, config, gpu, hardware, world_size, cases, table, order)
+    # A step of the paper's policies is whole slots of full buckets: where one has more samples, all get as many.
+    papers = {(c.model, c.recompute, c.meet, c.policy): c for c in cases if c.policy != "balanced"}
+    largest = max((round(schedule_of(benchmark, case).samples_per_slot) for case in papers.values()), default=0)
+    if largest > schedule.samples_per_step:
+        schedule = replace(schedule, samples_per_step=-(-largest // world_size) * world_size)
     if options.same_samples:
-        ids = spread_ids(num_samples, options.steps * schedule.samples_per_step)
-    table = synthetic_table(options.mix, num_samples, config)
-    cases = cases_of(options, config, resolve_meet(config, gpu, device))
-    return Benchmark(options, config, gpu, device, world_size, cases, table, EndlessOrder(ids, schedule.seed))
-
-
-def cases_of(options: argparse.Namespace, config: RunConfig, meet: str) -> list[Case]:
-    """All rows, those that differ in the policy alone side by side; the plain trainer last."""
-    cases = [
-        Case(OwnTrainer.name, *of_arm)
-        for of_arm in itertools.product(
-            options.kernels, options.recompute or [config.schedule.recompute], options.meet or [meet], options.policies
-        )
-    ]
-    if options.peer:
-        cases.append(Case(DiffusersTrainer.name, "none", "full", "slot", "equal_token"))
-    return cases
+        order = EndlessOrder(spread_ids(len(table), options.steps * schedule.samples_per_step), schedule.seed)
+    return replace(benchmark, config=replace(config, schedule=schedule), order=order)
 
 
 def schedule_of(benchmark: Benchmark, case: Case) -> SyntheticSchedule:
@@ -223,16 +225,15 @@ def schedule_of(benchmark: Benchmark, case: Case) -> SyntheticSchedule:
         benchmark.order,
         config,
         world_size=benchmark.world_size,
-        device=benchmark.device,
+        hardware=benchmark.hardware,
         gpu=benchmark.gpu,
         cost_files=benchmark.options.cost,
         scale_b2=benchmark.options.scale_b2,
     )
 
 
-def steps_of(benchmark: Benchmark, schedule: SyntheticSchedule) -> list[int]:
+def steps_of(schedule: SyntheticSchedule, options: argparse.Namespace) -> list[int]:
     """Steps of a row, the warm-up first."""
-    options = benchmark.options
     return steps_to_run(schedule, options.steps, options.warmup, is_epoch=options.same_samples)
 
 
@@ -241,7 +242,7 @@ def predict(benchmark: Benchmark) -> None:
     rows: list[Row] = []
     for case in benchmark.cases:
         schedule = schedule_of(benchmark, case)
-        plans = [schedule.policy.plan(step) for step in steps_of(benchmark, schedule)]
+        plans = [schedule.policy.plan(step) for step in steps_of(schedule, benchmark.options)]
         measurements = [as_planned(plan, schedule) for plan in plans]
         rows.append(vars(case) | figures_of(benchmark, schedule, plans, measurements) | {"is_complete": True})
     write_results(rows, benchmark)
@@ -264,7 +265,7 @@ def run(benchmark: Benchmark, ranks: Ranks, end: float) -> None:
             kind: Callable[..., BenchmarkTrainer] = OwnTrainer if case.model == OwnTrainer.name else DiffusersTrainer
             trainer = kind(benchmark.config, ranks)
             ranks.take_memory_peak_gib()
-        with_kernels(case.kernels, unasked)
+        os.environ[VARIABLE] = case.kernels if case.kernels in CHOICES else unasked
         schedule = schedule_of(benchmark, case)
         now = time.monotonic()
         row_end = now + (end - now) / (len(benchmark.cases) - number)
@@ -279,19 +280,15 @@ def run(benchmark: Benchmark, ranks: Ranks, end: float) -> None:
         print((benchmark.options.output / "policies.md").read_text())
 
 
-def with_kernels(choice: str, unasked: str) -> None:
-    """Have AdaLN computed as `choice` says from here on; `unasked` is what the environment said at the start."""
-    os.environ[VARIABLE] = choice if choice in CHOICES else unasked
-
-
 def measure(
     benchmark: Benchmark, schedule: SyntheticSchedule, end: float, ranks: Ranks, trainer: BenchmarkTrainer
 ) -> Iterator[Row]:
     """Figures of one row after each measured step; no step begins that would not end by the time `end`."""
     options, config = benchmark.options, benchmark.config
-    adaptive = replace(config.cost, adaptive=options.adaptive)
-    adaptation = Adaptation(adaptive, schedule, schedule.models.cost, ranks, plans_ahead=0)
-    steps = steps_of(benchmark, schedule)
+    adaptation = Adaptation(
+        replace(config.cost, adaptive=options.adaptive), schedule, schedule.models.cost, ranks, plans_ahead=0
+    )
+    steps = steps_of(schedule, benchmark.options)
     began = time.perf_counter()
     all_plans = [schedule.policy.plan(step) for step in steps]
     calls = trainer.warm_up([shapes for plan in all_plans for shapes in shapes_of(plan, schedule.table, ranks.rank)])
@@ -330,9 +327,17 @@ def figures_of(
     measurements: Sequence[StepMeasurement],
 ) -> Row:
     """Figures of a row's steps, those of the warm-up apart."""
-    limit = schedule.settings.memory_limit_tokens or 1
-    device_bytes = device_memory_bytes(benchmark.gpu, benchmark.device)
-    figures = summarize(plans, measurements, benchmark.options.warmup, schedule.table, limit, device_bytes)
+    settings = schedule.settings
+    assert settings.memory_limit_tokens is not None, "resolved"
+    figures = summarize(
+        plans,
+        measurements,
+        benchmark.options.warmup,
+        schedule.table,
+        settings.memory_limit_tokens,
+        settings.text_memory_tokens,
+        device_memory_bytes(benchmark.gpu, benchmark.hardware),
+    )
     return figures | {"updates": [update.from_step for update in schedule.history.updates]}
 
 
@@ -346,7 +351,7 @@ def write_results(rows: list[Row], benchmark: Benchmark) -> None:
         "is_predicted": options.dry_run,
         "mix": str(options.mix),
         "memory_limit_tokens": config.schedule.memory_limit_tokens,
-        "samples_per_rank": options.samples_per_rank,
+        "samples_per_rank": config.schedule.samples_per_step // benchmark.world_size,
         "same_samples": options.same_samples,
         "cost": {
             "files": options.cost,
@@ -359,27 +364,29 @@ def write_results(rows: list[Row], benchmark: Benchmark) -> None:
     }
     (options.output / "policies.json").write_text(json.dumps({**about, "policies": rows}, indent=1))
     samples = "the same samples for all" if options.same_samples else "each its own samples"
-    of_rank = f"{options.samples_per_rank} samples a rank"
+    of_rank = f"{config.schedule.samples_per_step // benchmark.world_size} samples a rank"
     head = (
         f"{benchmark.world_size} x {about['device']}, {Path(options.mix).stem}, {of_rank}, "
         f"{about['memory_limit_tokens'] or 'fitted'} tokens, ranks meet every {rows[0]['meet']}, {samples}"
     )
     text = markdown(head, rows)
-    cut = [row["policy"] for row in rows if options.same_samples and not row["is_complete"]]
+    cut = [title_of(row) for row in rows if options.same_samples and not row["is_complete"]]
     if cut:
-        text += f"\nCut by the budget, so not of the same samples: {', '.join(cut)}.\n"
+        text += f"\nCut by the budget, so not of the same samples: {'; '.join(cut)}.\n"
+    counts = [row["samples_per_step"] for row in rows]
+    if max(counts) > 1.05 * min(counts):
+        text += "\nSamples a step differ: a larger step levels better and pays less for optimizer and gathers.\n"
     if options.adaptive:
         text += "\nMedian error of a micro-batch's planned time, step by step:\n\n"
-        errors = {row["policy"]: " ".join(f"{error:.3f}" for error in row["cost_error_by_step"]) for row in rows}
-        text += "".join(f"- {policy}: {numbers}\n" for policy, numbers in errors.items())
+        for row in rows:
+            text += f"- {title_of(row)}: {' '.join(f'{error:.3f}' for error in row['cost_error_by_step'])}\n"
     (options.output / "policies.md").write_text(text)
 
 
 def draw(rows: list[Row], benchmark: Benchmark) -> None:
     """`policies.png`: what each rank did in the steps of every row."""
     titles = [
-        f"{', '.join(str(row[name]) for name in NAMES)}: {row['tokens_per_s_on_mix']:,.0f} tokens/s on the mix, "
-        f"idle {row['idle_share']:.3f}"
+        f"{title_of(row)}: {row['tokens_per_s_on_mix']:,.0f} tokens/s on the mix, idle {row['idle_share']:.3f}"
         for row in rows
     ]
     figure = policies_figure(rows, titles)

@@ -30,7 +30,7 @@ from adaptiveload.scheduling.fit import fit_memory, points_of
 from adaptiveload.scheduling.memory import SAFE_SHARE, MemoryModel
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.cost import device_memory_bytes, model_dims, provenance, resolve_gpu
+from adaptiveload.training.cost import Hardware, device_memory_bytes, model_dims, provenance, resolve_gpu
 from adaptiveload.training.distributed import Ranks, clip_gradients, finish_ranks, reshard, start_ranks
 from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.live_step import build_model, run_micro_batch
@@ -141,10 +141,11 @@ def parse_shape(text: str) -> Shape:
 
 def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: float) -> None:
     """Scan each recompute level and write what was measured, after every point."""
-    gpu, geometry = resolve_gpu(config.cost, ranks.device), model_geometry(config.model)
-    meet = resolve_meet(config, gpu, ranks.device)
-    about = provenance(config, gpu, ranks.device, meet, ranks.world_size)
-    about["gpu_memory_bytes"] = device_memory_bytes(gpu, ranks.device)
+    hardware = Hardware.of_all(ranks)
+    gpu, geometry = resolve_gpu(config.cost, hardware), model_geometry(config.model)
+    meet = resolve_meet(config, gpu, hardware)
+    about = provenance(config, gpu, hardware, meet, ranks.world_size)
+    about["gpu_memory_bytes"] = device_memory_bytes(gpu, hardware)
     say(ranks, ranks.describe())
     if ranks.device.type != "cuda":
         say(ranks, "no GPU: memory cannot be measured and its columns stay empty; this wants a GPU")

@@ -44,12 +44,12 @@ from adaptiveload.scheduling.recompute import ALL_BLOCKS
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.training.benchmark_trainers import OwnTrainer
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.cost import device_name, model_dims, resolve_gpu
+from adaptiveload.training.cost import Hardware, device_name, model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, reshard, start_ranks
 from adaptiveload.training.failures import ending_in_words
 from adaptiveload.training.kernel_profile import kernel_table, profiled_spans
 from adaptiveload.training.launcher_settings import follow_launcher
-from adaptiveload.training.metrics import PEAK_FLOPS
+from adaptiveload.training.metrics import peak_flops
 from adaptiveload.training.schedule import model_geometry, resolve_meet
 from adaptiveload.training.step_bound import measure_bound, run_ms
 
@@ -210,7 +210,8 @@ class Ours:
         # A new model's head is zero, and so would be all gradients of the blocks: products of zeros draw less power.
         with torch.no_grad():
             self.trainer.model.proj_out.weight.to_local().normal_(std=0.02)
-        self.meet = resolve_meet(config, resolve_gpu(config.cost, ranks.device), ranks.device)
+        hardware = Hardware.of(ranks.device)
+        self.meet = resolve_meet(config, resolve_gpu(config.cost, hardware), hardware)
 
     def make_batch(self, case: Case) -> Any:
         """Random samples, whose attention is planned."""
@@ -317,22 +318,21 @@ def write_results(rows: list[Row], options: argparse.Namespace, config: RunConfi
     options.output.mkdir(parents=True, exist_ok=True)
     device = device_name(ranks.device)
     about = {"device": device, "torch": torch.__version__, "model": asdict(config.model), "precision": config.precision}
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
     dims = model_dims(config.model)
     flops = {row["case"]: row["batch_size"] * dims.train_flops(row["seq_len"], config.model.text_len) for row in rows}
     (options.output / "step.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
     head = f"{device}, {config.model.architecture} of {config.model.num_layers} layers of {config.model.hidden_size}"
-    (options.output / "step.md").write_text(markdown(head, rows, flops, peak))
+    (options.output / "step.md").write_text(markdown(head, rows, flops, peak_flops(device)))
 
 
-def markdown(head: str, rows: Sequence[Row], flops: dict[str, int], peak_flops: float | None) -> str:
+def markdown(head: str, rows: Sequence[Row], flops: dict[str, int], peak: float | None) -> str:
     """All rows by shape, each beside the bound and beside diffusers; then the bound's parts and rates.
 
     Args:
         head: First line.
         rows: As measured.
         flops: Model FLOPs of a step of each case.
-        peak_flops: Of the device, if known.
+        peak: FLOP/s of the device, if known.
     """
     titles = ("shape", "part", "recompute", "ms", "x bound", "diffusers / it", "compiled diffusers / it", "tokens/s")
     titles += ("MFU", "peak GiB", "KB a token")
@@ -353,7 +353,7 @@ def markdown(head: str, rows: Sequence[Row], flops: dict[str, int], peak_flops: 
                 ratio(base["diffusers"], row["ms"]),
                 ratio(base["diffusers_compiled"], row["ms"]),
                 f"{tokens_per_s:,.0f}",
-                f"{flops[case] / row['ms'] * 1e3 / peak_flops:.3f}" if peak_flops else "-",
+                f"{flops[case] / row['ms'] * 1e3 / peak:.3f}" if peak else "-",
                 f"{row['peak_gib']:.1f}" if "peak_gib" in row else "-",
                 f"{row['kb_per_token']:.0f}" if "kb_per_token" in row else "-",
             ]

@@ -28,7 +28,7 @@ from adaptiveload.kernels.backends import VARIABLE
 from adaptiveload.models.architectures import new_transformer
 from adaptiveload.models.pretrained import save_pretrained
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.cost import resolve_gpu
+from adaptiveload.training.cost import Hardware, resolve_gpu
 from adaptiveload.training.failures import ending_in_words
 from adaptiveload.training.schedule import build_schedule
 
@@ -121,7 +121,7 @@ def with_slots(config: RunConfig) -> list[tuple[Way, int]]:
 def mean_samples(config: RunConfig) -> float:
     """Samples of a step on one rank, on average over the first steps."""
     # As planned on the device that will run it.
-    gpu = resolve_gpu(config.cost, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    gpu = resolve_gpu(config.cost, Hardware.of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     config = replace(config, cost=replace(config.cost, gpu=gpu))
     schedule = build_schedule(config, 1, torch.device("cpu"), None)
     return float(np.mean([schedule.policy.plan(step).num_samples for step in range(COUNTED_STEPS)]))

@@ -70,8 +70,7 @@ def write_report(run_dir: Path, num_steps: int) -> Path:
         f"<p>{summary}</p>",
         f"<p class=straggler>{html.escape(straggler_line(steps, records))}</p>",
         _figures_table(metrics, steps),
-        "<h2>Busy seconds of each rank</h2>",
-        _image(busy_figure([row["step"] for row in steps], seconds_by_rank(steps))),
+        *_busy_picture(steps),
         "<h2>What each rank did</h2>",
         _image(schedule_figure(shown)),
         "<h2>Planned and measured imbalance</h2>",
@@ -97,6 +96,15 @@ def write_report(run_dir: Path, num_steps: int) -> Path:
         f"<style>{_STYLE}</style><body>{''.join(body)}</body></html>"
     )
     return path
+
+
+def _busy_picture(steps: list[dict[str, Any]]) -> list[str]:
+    """The heat map of the steps that have figures of each rank: of many ranks not all have."""
+    known = [row for row in steps if "rank/000/busy_s" in row]
+    if not known:
+        return []
+    figure = busy_figure([row["step"] for row in known], seconds_by_rank(known))
+    return ["<h2>Busy seconds of each rank</h2>", _image(figure)]
 
 
 def _figures_table(metrics: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:

@@ -32,20 +32,19 @@ from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.pretrained import read_model_config
 from adaptiveload.models.sampling import SCHEDULERS, SamplerConfig
 from adaptiveload.scheduling.shapes import Shape
-from adaptiveload.training.checkpoint import load_weights
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.contact_sheet import contact_sheet, shown_frames
-from adaptiveload.training.cost import resolve_gpu
+from adaptiveload.training.cost import Hardware, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, set_meeting, start_ranks
 from adaptiveload.training.failures import ending_in_words
 from adaptiveload.training.live_step import build_model
+from adaptiveload.training.resume import load_weights
 from adaptiveload.training.samples import (
     Strips,
     Wanted,
     choose_samples,
     fit_picture,
     make_samples,
-    on_main,
     open_codec,
     open_text_encoder,
     open_vae,
@@ -86,7 +85,7 @@ def prepare_run(options: argparse.Namespace, ranks: Ranks) -> Job:
         def open_encoder() -> TextEncoder:
             return open_text_encoder(corpus.info.text_encoder, options.text_encoder_dir, ranks.device)
 
-        wanted = on_main(ranks, lambda: wanted_of_prompts(options, shapes, open_encoder(), wanted[0].fps))
+        wanted = ranks.run_on_main(lambda: wanted_of_prompts(options, shapes, open_encoder(), wanted[0].fps))
     elif options.shape:
         wanted = [
             replace(one, shape=shape, key=f"{one.key}_{shape}", reference=one.reference if shape == one.shape else None)
@@ -136,7 +135,7 @@ def prepare_model(options: argparse.Namespace, ranks: Ranks) -> Job:
             )
         return wanted_of_prompts(options, options.shape, encoder, released_fps(config.model))
 
-    wanted = on_main(ranks, prompts)
+    wanted = ranks.run_on_main(prompts)
     model = build_model(config, ranks)[0]
     return Job(model, config, codec, wanted, options.output, str(options.model))
 
@@ -183,7 +182,7 @@ def sample(options: argparse.Namespace, ranks: Ranks) -> Path:
     """
     media: dict[str, RawItem] = {}  # on rank 0, which draws the sheet
     if options.media:
-        on_main(ranks, lambda: media.update({item.source: item for item in find_inputs([options.media]).items}))
+        ranks.run_on_main(lambda: media.update({item.source: item for item in find_inputs([options.media]).items}))
     job = prepare_run(options, ranks) if options.run else prepare_model(options, ranks)
     geometry = model_geometry(job.config.model)
     wanted = give_first_frame(job.wanted, options.first_frame, job.codec) if options.first_frame else job.wanted
@@ -194,8 +193,9 @@ def sample(options: argparse.Namespace, ranks: Ranks) -> Path:
         if len(one.text) > job.config.model.text_len:
             raise ValueError(f"{one.caption!r}: {len(one.text)} text rows, model.text_len={job.config.model.text_len}")
     # Where the gathered weights fit, gather them once and not in every step.
-    gpu = resolve_gpu(job.config.cost, ranks.device)
-    set_meeting(job.model, meet=resolve_meet(job.config, gpu, ranks.device), is_last=True)
+    hardware = Hardware.of_all(ranks)
+    gpu = resolve_gpu(job.config.cost, hardware)
+    set_meeting(job.model, meet=resolve_meet(job.config, gpu, hardware), is_last=True)
     job.folder.mkdir(parents=True, exist_ok=True)
     limit = job.config.schedule.memory_limit_tokens or 0  # 0: one at a time
     made = make_samples(

@@ -1,5 +1,6 @@
 """Starts real launches for tests: one process a rank, gloo on CPU."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -80,6 +81,23 @@ def run_script(name: str, *arguments: object, check: bool = True) -> subprocess.
     if check and result.returncode:
         raise AssertionError(f"{' '.join(command)}\n{result.stdout}\n{result.stderr}")
     return result
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """SIGKILL to launcher, ranks and workers at once, as when a node goes; returns when they are gone.
+
+    Not to the launcher's process group: ranks of `accelerate launch` have sessions of their own, and would go on. Nor
+    to Python's resource trackers, which end by themselves and then remove the semaphores of the dead.
+    """
+    killed = []
+    for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("resource_tracker" in word for word in each.cmdline()):
+                each.kill()
+                killed.append(each)
+    process.wait()
+    # A signal is obeyed after the system call under way: a checkpoint may still be renamed.
+    psutil.wait_procs(killed, timeout=30)
 
 
 def data_workers(family: list[psutil.Process]) -> list[psutil.Process]:

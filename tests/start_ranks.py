@@ -13,10 +13,12 @@ import time
 def main() -> int:
     """One process a rank, with the variables that torch.distributed reads."""
     num_ranks, *command = sys.argv[1:]
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Held until all have ended: rank 0 listens there only after seconds of imports, in which another launch of the same
+    # machine could be given the port. It may bind it all the same, as both say SO_REUSEADDR and this end never listens.
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
     shared |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     ranks = [
         subprocess.Popen([sys.executable, "-u", *command], env={**os.environ, **shared, "RANK": r, "LOCAL_RANK": r})

@@ -20,7 +20,9 @@ from adaptiveload.training.distributed import Ranks
 
 SPEED_STEP = 10  # thousandths: finer differences between ranks are noise
 PERSISTENT = 2  # refits in a row that must find a rank slow
-TOLD = 0.25  # a refit is told when the median price has moved by this share since one was told; every one is kept
+# A refit is told when what samples cost alone, by the median over their lengths, has moved by this share since one was
+# told; every one is kept. Alone, because a fit to short micro-batches may put all of their time into its fixed part.
+TOLD = 0.25
 
 
 class Planned(Protocol):
@@ -135,8 +137,7 @@ class Adaptation:
             return None
         sizes = None
         if changes:
-            told_us = np.array(TableCost.of(self._told, self.online.lengths).prices_us, float)
-            moved = float(np.median(np.array(new.prices_us) / np.maximum(told_us, 1)))
+            moved = float(np.median(self._alone_us(law) / self._alone_us(self._told)))
             if abs(moved - 1) > TOLD:
                 lines.append(
                     f"cost law from step {from_step}: prices x {moved:.3g}, {_numbers(self._told)} -> {_numbers(law)}"
@@ -149,6 +150,11 @@ class Adaptation:
         permille = tuple((np.rint(self.speed * 1000 / SPEED_STEP) * SPEED_STEP).astype(int).tolist())
         speeds = permille if min(permille) < 1000 else None
         return ScheduleUpdate(from_step, cost, speeds, sizes).to_json(), lines + speed_lines
+
+    def _alone_us(self, law: TwoTermCost | PowerCost) -> np.ndarray:
+        """Microseconds of a micro-batch of one sample, by its length; 1 at least."""
+        lengths = self.online.lengths
+        return law.micro_batch_us(law.sample_us(lengths, np.zeros_like(lengths)))
 
     def _update_speed(self, law: TwoTermCost | PowerCost) -> list[str]:
         """Speeds of the ranks that have been slow for some refits, or are no more; what to say of the change."""

@@ -11,7 +11,6 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from adaptiveload.training.checkpoint_files import (
     SummedWriter,
     commit,
     committed,
-    find_damage,
     latest,
     read_state,
     remove,
@@ -240,17 +238,33 @@ class Checkpointer:
     def check_room(self) -> None:
         """Take the host memory of saves, and see that the disk has room for a checkpoint beside those that are there.
 
+        An old one goes after the new one is whole, so there is one more than `checkpoint.keep` for a while: rank 0 says
+        so where there is no room for that.
+
         Raises:
-            ValueError: On all ranks, if there is none.
+            ValueError: On all ranks, if there is not room for one.
             RuntimeError: If the system does not give the host memory.
         """
         self._copy = HostCopy(self._tensors(), self.ranks.device)
-        self.ranks.run_on_main(lambda: self.folder.mkdir(parents=True, exist_ok=True))
-        needed, free = self._num_bytes(), self.ranks.broadcast_object(shutil.disk_usage(self.folder).free)
-        if free < needed:
+        each = self._num_bytes()
+        self.ranks.run_on_main(lambda: self._check_disk(each))
+
+    def _check_disk(self, each: int) -> None:
+        """See that there is room for a checkpoint of `each` bytes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free, existing = shutil.disk_usage(self.folder).free, len(committed(self.folder))
+        if free < each:
             raise ValueError(
-                f"{self.folder}: the tensors of a checkpoint take {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free: "
-                "make room, or set output_dir to another disk or checkpoint.every_steps=0, which saves nothing"
+                f"{self.folder}: a checkpoint takes {each / 1e9:.3g} GB, {free / 1e9:.3g} GB are free: make room, or "
+                "set output_dir to another disk or checkpoint.every_steps=0 and every_minutes=0, which save nothing"
+            )
+        needed = max(1, self.config.keep + 1 - existing) * each
+        if free < needed:
+            print(
+                f"WARNING: {self.folder}: {needed / 1e9:.3g} GB more are needed while checkpoint.keep="
+                f"{self.config.keep} checkpoints and a new one are there, {free / 1e9:.3g} GB are free: make room, "
+                "keep fewer, or set output_dir to another disk",
+                flush=True,
             )
 
     def _prepare(self, partial: Path) -> None:
@@ -313,80 +327,6 @@ class Checkpointer:
                 moments |= {key: torch.zeros_like(parameter) for key in _MOMENTS}
             tensors |= {f"optimizer/{name}/{key}": moments[key] for key in (*_MOMENTS, "step")}
         return tensors
-
-
-def load_weights(model: nn.Module, folder: Path, weights: str, ranks: Ranks, expected: Mapping[str, Any]) -> int:
-    """Fill `model` from the newest checkpoint in `folder`, each rank its shards; returns the steps it was trained for.
-
-    Args:
-        model: Sharded, as a resumed run has it.
-        folder: The run's `checkpoints` folder.
-        weights: "averaged" or "last".
-        ranks: All of them, together.
-        expected: As for `Checkpointer.load`.
-
-    Raises:
-        ValueError: If there is no checkpoint, or it cannot be loaded, or was made under other values than `expected`.
-    """
-    path = latest(folder)
-    if path is None:
-        raise ValueError(f"{folder} holds no checkpoint: train first")
-    if damage := _find_damage_together(path, ranks):
-        raise ValueError(f"{path} is damaged: {damage}")
-    state = read_state(path, expected)
-    kind = {"averaged": "ema", "last": "model"}[weights]
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    tensors = {f"{kind}/{name}": parameter.detach() for name, parameter in trained.items()}
-    try:
-        dcp.load(tensors, checkpoint_id=path, process_group=ranks.host_group)
-    except CheckpointException as error:
-        raise ValueError(f"{path} cannot be loaded: {error}") from error
-    return int(state["step"])
-
-
-def find_to_resume(folder: Path, config: CheckpointConfig, ranks: Ranks) -> Path | None:
-    """The checkpoint that `checkpoint.resume` asks for, every file of it read and checked, or None for a fresh start.
-
-    A path only says where a run begins: once the run has a checkpoint of its own, it goes on from that. A damaged one
-    is passed over for the one before it.
-
-    Args:
-        folder: The run's `checkpoints` folder.
-        config: What is asked for.
-        ranks: All of them must call this together; each reads a share of the files.
-
-    Raises:
-        ValueError: On all ranks, if "never" meets an existing checkpoint; if the path is damaged, or names an older one
-            of this run, whose newer ones would then belong to another history; or if all that there are are damaged.
-    """
-    own: list[Path] = ranks.broadcast_object(committed(folder))
-    if config.resume == "never":
-        if own:
-            raise ValueError(f"{own[-1]} exists and checkpoint.resume is never: choose another `name`")
-        return None
-    path = Path(config.resume)
-    if config.resume != "auto" and (not own or path.resolve() == own[-1].resolve()):
-        if damage := _find_damage_together(path, ranks):
-            raise ValueError(f"checkpoint.resume={path}: not a whole checkpoint: {damage}")
-        return path
-    if config.resume != "auto" and path.resolve().parent == folder.resolve():
-        raise ValueError(
-            f"checkpoint.resume={path}, but the run has gone on to {own[-1]}: remove the newer checkpoints, "
-            "or start under another `name`"
-        )
-    for candidate in reversed(own):
-        if not (damage := _find_damage_together(candidate, ranks)):
-            return candidate
-        if ranks.is_main:
-            print(f"{candidate} is passed over, it is damaged: {damage}", flush=True)
-    if own:
-        raise ValueError(f"{folder}: all {len(own)} checkpoints are damaged; move them away to start anew")
-    return None
-
-
-def _find_damage_together(path: Path, ranks: Ranks) -> str:
-    problems = ranks.gather_objects(find_damage(path, ranks.rank, ranks.world_size))
-    return "; ".join(dict.fromkeys(problem for each in problems for problem in each))
 
 
 def _step_device(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:

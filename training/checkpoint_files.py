@@ -66,7 +66,18 @@ def commit(partial: Path, target: Path, state: str, sums: FileSums) -> None:
         target: Beside it.
         state: JSON of what is kept beside the tensors.
         sums: Of the files in `partial`.
+
+    Raises:
+        OSError: If a file is not there as it was written, or the disk does not take what is added.
     """
+    for name, (size, _) in sums.items():
+        path = partial / name
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            raise OSError(
+                f"{path} {'is not there' if found is None else f'has {found} bytes'}, a rank has written {size}: all "
+                "nodes must share output_dir"
+            )
     content = state.encode()
     _write(partial / STATE_NAME, content)
     _write(partial / SUMS_NAME, json.dumps(sums | {STATE_NAME: (len(content), zlib.crc32(content))}).encode())

@@ -18,8 +18,8 @@ from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.flow_matching import FlowMatchingConfig
 from adaptiveload.models.lora import LoraConfig
 from adaptiveload.models.wan import WanConfig
-from adaptiveload.scheduling.policies import ScheduleConfig
-from adaptiveload.scheduling.recompute import LEVELS
+from adaptiveload.scheduling.choices import check_choice
+from adaptiveload.scheduling.policies import POLICIES, ScheduleConfig
 from adaptiveload.training.checkpoint import CheckpointConfig
 from adaptiveload.training.cost import CostConfig
 from adaptiveload.training.ema import EmaConfig
@@ -29,6 +29,7 @@ from adaptiveload.training.group_watch import WatchConfig
 from adaptiveload.training.optimizer import OptimizerConfig
 from adaptiveload.training.previews import PreviewConfig
 from adaptiveload.training.profiling import ProfileConfig
+from adaptiveload.training.stream import check_stream_config
 from adaptiveload.training.tracker import TrackingConfig
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml"
@@ -90,24 +91,22 @@ class RunConfig:
 
     def check(self) -> None:
         """Raise ValueError for a value that no part can work with, naming the key."""
-        if self.precision not in ("bf16", "fp32"):
-            raise ValueError(
-                f"precision={self.precision!r}: use bf16 or fp32 (quote it in YAML: an unquoted no/off is a bool)"
-            )
+        check_choice("precision", self.precision, ("bf16", "fp32"))
         self.previews.check()
-        if self.schedule.recompute not in LEVELS:
-            raise ValueError(f"schedule.recompute={self.schedule.recompute!r}: use {', '.join(LEVELS)}")
         if self.profile.steps and self.profile.steps[0] >= self.max_steps:
             raise ValueError(
                 f"profile.steps={self.profile.steps}: the run ends with step {self.max_steps - 1}, counted from 0"
             )
         if self.max_steps < 1:
             raise ValueError(f"max_steps={self.max_steps} must be at least 1")
-        if not self.name or "/" in self.name:
+        if self.name in ("", ".", "..") or "/" in self.name:
             raise ValueError(f"name={self.name!r} must be a folder name")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must be at least 0")
         for part in (
             self.data,
             self.lora,
+            self.schedule,
             self.cost,
             self.optimizer,
             self.ema,
@@ -118,6 +117,13 @@ class RunConfig:
             self.watch,
         ):
             part.check()
+        if self.data.mode == "stream":
+            check_stream_config(self.data, self.schedule)
+        elif self.schedule.policy not in POLICIES:
+            raise ValueError(
+                f"schedule.policy={self.schedule.policy!r} needs data.mode=stream; with an index use "
+                f"{', '.join(POLICIES)}"
+            )
         if self.model.pretrained is None and self.has_frozen_parts:
             raise ValueError(
                 "lora.rank, model.trainable and model.frozen need model.pretrained: what is frozen is read from there, "

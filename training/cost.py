@@ -1,6 +1,7 @@
 """Which cost and memory models a run plans with: a fitted file, or priors from the model's sizes on a named GPU."""
 
 import logging
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,14 @@ import torch
 from adaptiveload.kernels.backends import backend_for
 from adaptiveload.models.config import ModelConfig
 from adaptiveload.models.wan import WanConfig
+from adaptiveload.scheduling.choices import check_choice
 from adaptiveload.scheduling.cost import GPU_TFLOPS, PowerCost, TwoTermCost, analytic_prior
 from adaptiveload.scheduling.cost_file import LAWS, CostFile
 from adaptiveload.scheduling.fit import power_law_of
 from adaptiveload.scheduling.flops import MMDiTDims, ModelDims, WanDims
 from adaptiveload.scheduling.memory import MemoryModel, memory_prior
 from adaptiveload.scheduling.policies import ScheduleConfig
+from adaptiveload.training.distributed import Ranks
 
 if TYPE_CHECKING:
     from adaptiveload.training.config import RunConfig
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Vendors' data sheets; decides `schedule.meet: auto`. On a CPU it is the machine's own.
 GPU_MEMORY_BYTES = {"h200": 141e9, "h100": 80e9, "a100": 80e9, "l40s": 48e9}
+# Memories that differ by less are not worth a line.
+_EQUAL_MEMORY = 0.99
 
 
 @dataclass
@@ -50,8 +55,9 @@ class CostConfig:
 
     def check(self) -> None:
         """Raise ValueError for a value outside its range, naming the key."""
-        if self.law not in LAWS:
-            raise ValueError(f"cost.law={self.law!r}: use {' or '.join(LAWS)}")
+        check_choice("cost.law", self.law, LAWS)
+        if self.file is None:  # which needs no rates
+            check_choice("cost.gpu", self.gpu, ("auto", *GPU_TFLOPS))
         if self.refit_every_steps < 1:
             raise ValueError(f"cost.refit_every_steps={self.refit_every_steps} must be at least 1")
         if not 0 <= self.tolerance < 1:
@@ -97,13 +103,53 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def resolve_gpu(config: CostConfig, device: torch.device) -> str:
+@dataclass(frozen=True)
+class Hardware:
+    """What plans take every rank's device to be.
+
+    Attributes:
+        device: Its kind; a CPU also stands for a GPU of which no more than `cost.gpu` is known.
+        name: See `device_name`.
+        memory_bytes: All memory of the device; of the host on CPU.
+    """
+
+    device: torch.device
+    name: str
+    memory_bytes: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Hardware":
+        """That of this process."""
+        if device.type == "cuda":
+            memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        else:
+            memory_bytes = psutil.virtual_memory().total
+        return cls(device, device_name(device), int(memory_bytes))
+
+    @classmethod
+    def of_all(cls, ranks: Ranks) -> "Hardware":
+        """One for all ranks, or unequal ones would make unequal plans: rank 0's name, the least memory. Collective."""
+        mine = cls.of(ranks.device)
+        names, sizes = zip(*ranks.gather_objects((mine.name, mine.memory_bytes)), strict=True)
+        least = min(sizes)
+        # Hosts of one kind, and GPUs under other drivers, differ by less.
+        if ranks.is_main and (len(set(names)) > 1 or least < _EQUAL_MEMORY * max(sizes)):
+            devices = (f"{name}, {size / 1e9:.1f} GB" for name, size in zip(names, sizes, strict=True))
+            kinds = (f"{count} of {device}" for device, count in Counter(devices).items())
+            print(
+                f"ranks differ: {'; '.join(kinds)}. All are planned for as {names[0]} with {least / 1e9:.1f} GB",
+                flush=True,
+            )
+        return replace(mine, name=names[0], memory_bytes=least)
+
+
+def resolve_gpu(config: CostConfig, hardware: Hardware) -> str:
     """The entry of the rate table that `cost.gpu` names, or that the device's name contains.
 
     Raises:
         ValueError: If there is none, and no cost file either that would do without.
     """
-    name = device_name(device).lower() if config.gpu == "auto" else config.gpu
+    name = hardware.name.lower() if config.gpu == "auto" else config.gpu
     if config.gpu == "auto":
         name = next((known for known in GPU_TFLOPS if known in name), name)
     if name not in GPU_TFLOPS and config.file is None:
@@ -111,14 +157,14 @@ def resolve_gpu(config: CostConfig, device: torch.device) -> str:
     return name
 
 
-def device_memory_bytes(gpu: str, device: torch.device) -> int:
+def device_memory_bytes(gpu: str, hardware: Hardware) -> int:
     """All memory of the device; without one, that of `gpu` by its data sheet, and the host's on CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(GPU_MEMORY_BYTES.get(gpu, psutil.virtual_memory().total))
+    if hardware.device.type == "cuda":
+        return hardware.memory_bytes
+    return int(GPU_MEMORY_BYTES.get(gpu, hardware.memory_bytes))
 
 
-def provenance(config: "RunConfig", gpu: str, device: torch.device, meet: str, ranks: int) -> dict[str, Any]:
+def provenance(config: "RunConfig", gpu: str, hardware: Hardware, meet: str, ranks: int) -> dict[str, Any]:
     """What a cost file is fitted for, but for the recompute level, which its layout gets as well."""
     layout: dict[str, Any] = {
         "precision": config.precision,
@@ -129,19 +175,20 @@ def provenance(config: "RunConfig", gpu: str, device: torch.device, meet: str, r
     }
     if config.schedule.shard_ranks:
         layout["shard_ranks"] = config.schedule.shard_ranks
-    if device.type == "cuda":  # without one a plan for a GPU may be made, but nothing is known of its kernels
-        layout["kernels"] = backend_for(device).name
+    on_gpu = hardware.device.type == "cuda"
+    if on_gpu:  # without one a plan for a GPU may be made, but nothing is known of its kernels
+        layout["kernels"] = backend_for(hardware.device).name
     return {
-        "gpu": device_name(device) if device.type == "cuda" else gpu,
+        "gpu": hardware.name if on_gpu else gpu,
         "model": asdict(model_dims(config.model)),
         "layout": layout,
         "versions": {"torch": torch.__version__},
     }
 
 
-def mismatches(file: CostFile, run: "RunConfig", gpu: str, device: torch.device, meet: str, ranks: int) -> list[str]:
+def mismatches(file: CostFile, run: "RunConfig", gpu: str, hardware: Hardware, meet: str, ranks: int) -> list[str]:
     """What `file` was fitted for and the run is not, a phrase each. Arguments as of `build_models`."""
-    here = provenance(run, gpu, device, meet, ranks)
+    here = provenance(run, gpu, hardware, meet, ranks)
     # "auto" adds to what was measured without recompute.
     recompute = "none" if run.schedule.recompute == "auto" else run.schedule.recompute
     return file.mismatches(here["gpu"], here["model"], {**here["layout"], "recompute": recompute}, here["versions"])
@@ -150,7 +197,7 @@ def mismatches(file: CostFile, run: "RunConfig", gpu: str, device: torch.device,
 def build_models(
     run: "RunConfig",
     gpu: str,
-    device: torch.device,
+    hardware: Hardware,
     *,
     meet: str,
     ranks: int,
@@ -163,7 +210,7 @@ def build_models(
     Args:
         run: The run's configuration.
         gpu: From `resolve_gpu`.
-        device: Whose name a cost file must be for; on CPU, `gpu`.
+        hardware: Whose name a cost file must be for; on CPU, `gpu`.
         meet: "slot" or "step".
         ranks: Ranks that train together.
         sharded_over: Those of them that share one copy of weights and states.
@@ -183,7 +230,7 @@ def build_models(
         cost = prior if config.law == "two_term" else power_law_of(prior, seq_lens, limit)
         return RunModels(cost, memory, kept_memory, "a prior from FLOPs, not measured", False)
     file = CostFile.read(config.file)
-    if found := mismatches(file, run, gpu, device, meet, ranks):
+    if found := mismatches(file, run, gpu, hardware, meet, ranks):
         message = f"{config.file} was fitted for something else: {'; '.join(found)}"
         if not config.allow_mismatch:
             raise ValueError(f"{message}. Fit one here (scripts.benchmark_shapes), or set cost.allow_mismatch=true")

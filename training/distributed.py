@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import torch
@@ -32,6 +32,10 @@ from adaptiveload.scheduling.policies import num_replicas
 from adaptiveload.training.stop_signals import STOP_SIGNALS
 
 _MORE_RANKS = "accelerate launch --config_file configs/accelerate/{file}.yaml --num_processes N train.py ..."
+# What says that a process manager has started so many processes.
+_STARTED_KEYS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -73,18 +77,20 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, group=self.host_group)
         return values[0]
 
-    def run_on_main(self, action: Callable[[], object]) -> None:
-        """Run `action` on rank 0; all ranks wait for it, and raise the OSError that it raises, or a RuntimeError."""
-        error = None
+    def run_on_main(self, action: Callable[[], _Value]) -> _Value:
+        """What `action` returns on rank 0, on every rank, or the OSError or ValueError it raises, or a RuntimeError."""
+        result, error = None, None
         if self.is_main:
             try:
-                action()
-            except OSError as raised:
+                result = action()
+            except (OSError, ValueError) as raised:
                 error = raised
             except Exception as raised:  # perhaps one that cannot be sent
                 error = RuntimeError(repr(raised))
-        if (error := self.broadcast_object(error)) is not None:
+        result, error = self.broadcast_object((result, error))
+        if error is not None:
             raise error
+        return result  # type: ignore[return-value]
 
     def seconds_until(self, end: float) -> float:
         """Seconds until `end` of `time.monotonic()`, by rank 0's clock, so that all ranks decide alike."""
@@ -182,8 +188,9 @@ class LaunchError(RuntimeError):
 
 
 def check_launch(environment: "os._Environ[str] | dict[str, str]", parent: list[str]) -> None:
-    """Refuse a launch that was asked for several processes and became one.
+    """Refuse a launch that was asked for several processes and became one, or as many runs of one rank.
 
+    `srun -n 8 python train.py` and `mpirun -n 8 ...` start processes that know nothing of each other.
     `accelerate launch --cpu --num_processes 2`, `--num_processes 2` alone on a machine without GPUs, and a
     MULTI_CPU config file all start a single process and say nothing (accelerate 1.15).
 
@@ -192,9 +199,19 @@ def check_launch(environment: "os._Environ[str] | dict[str, str]", parent: list[
         parent: The parent's command line, where the launcher's arguments stand.
 
     Raises:
-        LaunchError: If the launcher's arguments name more processes than were started.
+        LaunchError: If the launcher's arguments name more processes than were started, or something that is no
+            launcher has started several.
     """
-    if "WORLD_SIZE" in environment or not {"launch", "scripts.launch"} & set(parent):
+    if "WORLD_SIZE" in environment:
+        return
+    for key in _STARTED_KEYS:
+        if (count := environment.get(key, "1")).isdigit() and int(count) > 1:
+            raise LaunchError(
+                f"{count} processes were started ({key}={count}); without WORLD_SIZE each would be a run of its own, "
+                "all in one folder: start one launcher a node (scripts/slurm/launch.sh, docs/slurm.md), as in "
+                f"{_MORE_RANKS.format(file='1node')}. Where this is to be a run of one rank, unset {key}"
+            )
+    if not {"launch", "scripts.launch"} & set(parent):
         return
     asked = _asked_processes(parent)
     if asked > 1:

@@ -16,9 +16,10 @@ from adaptiveload.training.staging import HostMemoryError
 # Their own words are for the user.
 _OWN = (HostMemoryError, LaunchError, MicroBatchMemoryError, SaveError)
 
-# Of DataLoader, for a worker that has ended; of gloo and NCCL, for a rank that has.
+# Of DataLoader, for a worker that has ended; of gloo and NCCL, for a rank that has: where this rank reads from it, or
+# writes to it before that is noticed.
 _DEAD_WORKER = ("is killed by signal", "exited unexpectedly")
-_DEAD_RANK = ("by peer", "remote process exit")
+_DEAD_RANK = ("by peer", "Broken pipe", "remote process exit")
 
 
 def explain_failure(error: Exception, run_dir: Path | None = None) -> str | None:

@@ -14,6 +14,7 @@ from adaptiveload.data.index import SamplePlace
 from adaptiveload.data.reader import FIRST_CAPTION, Sample, SampleError
 from adaptiveload.models.flow_matching import FlowMatchingConfig, draw, sample_generator
 from adaptiveload.models.packing import PackedBatch, PackedSample, filler_sample, pack, patchify
+from adaptiveload.scheduling.choices import check_choice
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import Policy
 from adaptiveload.scheduling.samples import SampleTable
@@ -57,8 +58,7 @@ class DataConfig:
 
     def check(self) -> None:
         """Raise ValueError for a value outside its range, naming the key."""
-        if self.mode not in ("index", "stream"):
-            raise ValueError(f"data.mode={self.mode!r}: use index or stream")
+        check_choice("data.mode", self.mode, ("index", "stream"))
         for name in ("held_out_share", "max_lost_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"data.{name}={getattr(self, name)} must be in [0, 1)")

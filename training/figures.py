@@ -122,7 +122,8 @@ def busy_figure(steps: Sequence[int], busy_s: np.ndarray) -> Figure:
         steps: Numbers of the steps, ascending.
         busy_s: Busy seconds, float [steps, R]; NaN where a step had no such rank.
     """
-    width = -(-len(steps) // _MOST_COLUMNS)  # steps in one column
+    width = -(-len(steps) // _MOST_COLUMNS)  # entries in one column
+    apart = int(np.median(np.diff(steps))) if len(steps) > 1 else 1  # many ranks have no figures at every step
     columns = np.arange(0, len(steps), width)
     counts = np.add.reduceat(np.isfinite(busy_s), columns)
     known = np.where(np.isfinite(busy_s), busy_s, 0)
@@ -138,22 +139,21 @@ def busy_figure(steps: Sequence[int], busy_s: np.ndarray) -> Figure:
     # The ends of the scales leave out the odd step, such as a first one that warms up.
     top = float(np.nanpercentile(seconds, 99))
     far = max(float(np.nanpercentile(np.abs(percent), 99)), 1.0)
-    extent = (steps[0] - 0.5, steps[0] - 0.5 + len(columns) * width, len(seconds) - 0.5, -0.5)
+    edges = np.append(np.asarray(steps)[columns], steps[-1] + apart) - apart / 2
     for axes, image, colors, low, high, label in (
         (above, seconds, "viridis", 0.0, top, "seconds"),
         (below, percent, "RdBu_r", -far, far, "%"),
     ):
         axes.set_facecolor("#d9d9d9")
-        drawn = axes.imshow(
-            image, aspect="auto", cmap=colors, vmin=low, vmax=high, extent=extent, interpolation="nearest"
-        )
+        rows = np.arange(len(seconds) + 1) - 0.5
+        drawn = axes.pcolormesh(edges, rows, image, cmap=colors, vmin=low, vmax=high)
+        axes.invert_yaxis()
         figure.colorbar(drawn, ax=axes, label=label, pad=0.01, extend="max" if low == 0 else "both")
-        axes.set_xlim(extent[0], steps[-1] + 0.5)
         axes.set_ylabel("rank")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     above.set_title("Busy seconds of each rank in each step")
     below.set_title("The same against the mean of the step's ranks: red is late, blue is early")
-    below.set_xlabel("step" if width == 1 else f"step; a column is the mean of {width} steps")
+    below.set_xlabel("step" if width == 1 else f"step; a column is the mean of {width} steps that have figures by rank")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 

@@ -1,11 +1,11 @@
 """What became of the samples: lost ones are always written down, used ones on demand."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from adaptiveload.training.feed import DataConfig
+from adaptiveload.training.rows import drop_rows_from
 from adaptiveload.training.step_guard import StepGuard
 
 
@@ -31,11 +31,7 @@ class Ledger:
     def forget_from(self, step: int) -> None:
         """Drop the lines of `step` and later ones, which an earlier try wrote; for one rank, before training."""
         for path in (self.lost_path, self.skipped_path, *self.samples_dir.glob("rank-*.jsonl")):
-            if path.exists():
-                kept = [line for line in path.read_text().splitlines() if _step_of(line) < step]
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(line + "\n" for line in kept))
-                temporary.replace(path)
+            drop_rows_from(path, step)
 
     def record(self, step: int, used: list[str], lost: list[tuple[str, str]]) -> None:
         """Write one micro-batch down: names of used samples, and (key, reason) of lost ones."""
@@ -63,10 +59,3 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line torn by a crash
-        return math.inf

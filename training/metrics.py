@@ -12,8 +12,15 @@ from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.training.distributed import Ranks
 
-# Dense bf16 peak in FLOP/s, from the vendor's data sheets; mfu is only reported for these.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+# Dense bf16 peak in FLOP/s, from the vendor's data sheets, of the first that the device's name contains.
+_PEAK_FLOPS = {
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIE": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}
 # Beginnings of the keys whose figures do not depend on how long anything took.
 _UNTIMED = (
     "train/",
@@ -81,6 +88,12 @@ class StepMeasurement:
     save_has_failed: bool = False
 
 
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by its name; None for one that is not known, and for a part of one (MIG)."""
+    name = device_name.upper()
+    return None if "MIG" in name else next((flops for known, flops in _PEAK_FLOPS.items() if known in name), None)
+
+
 def gather_measurements(ranks: Ranks, plan: StepPlan, mine: RankMeasurement) -> StepMeasurement:
     """Bring the ranks' measurements of `plan`'s step together; one host collective."""
     busy = mine.busy_s + [0.0] * (plan.num_slots - len(mine.busy_s))
@@ -128,7 +141,7 @@ def step_metrics(
         "batch/num_tokens": tokens,
         "batch/num_slots": plan.num_slots,
     }
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+    peak = peak_flops(device_name)
     if peak is not None and dims is not None:
         pairs = zip(table.num_tokens[plan.sample_ids], table.text_len[plan.sample_ids], strict=True)
         flops = sum(dims.train_flops(int(tokens), int(text)) for tokens, text in pairs)

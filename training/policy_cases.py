@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from adaptiveload.models.config import ModelConfig
 from adaptiveload.scheduling.cost import TwoTermCost
@@ -20,6 +19,7 @@ from adaptiveload.scheduling.simulation import MEASURED_PART, Simulation
 from adaptiveload.scheduling.updates import CostHistory
 from adaptiveload.training.config import RunConfig
 from adaptiveload.training.cost import (
+    Hardware,
     RunModels,
     build_models,
     device_memory_bytes,
@@ -27,8 +27,8 @@ from adaptiveload.training.cost import (
     model_dims,
     resolve_memory,
 )
-from adaptiveload.training.metrics import PEAK_FLOPS, StepMeasurement
-from adaptiveload.training.policy_table import NAMES, Mix
+from adaptiveload.training.metrics import StepMeasurement, peak_flops
+from adaptiveload.training.policy_table import Mix
 from adaptiveload.training.schedule import model_geometry, trained_share
 
 
@@ -41,11 +41,6 @@ class Case:
     recompute: str
     meet: str
     policy: str
-
-    @property
-    def title(self) -> str:
-        """For a reader."""
-        return ", ".join(getattr(self, name) for name in NAMES)
 
 
 @dataclass
@@ -60,6 +55,7 @@ class SyntheticSchedule:
         settings: The policy's.
         history: Prices.
         models: Cost and memory models that it begins with.
+        samples_per_slot: Mean over an epoch under the paper's policies, whose steps are whole slots; else 0.
     """
 
     table: SampleTable
@@ -69,6 +65,7 @@ class SyntheticSchedule:
     settings: ScheduleConfig
     history: CostHistory
     models: RunModels
+    samples_per_slot: float
 
 
 def synthetic_table(mix: str | Path, num_samples: int, config: RunConfig) -> SampleTable:
@@ -80,7 +77,7 @@ def synthetic_table(mix: str | Path, num_samples: int, config: RunConfig) -> Sam
 
 def mix_of(table: SampleTable, model: ModelConfig, device: str) -> Mix:
     """What the table's samples are worth to the model; their FLOPs only on a device whose peak is known by its name."""
-    peak = next((flops for known, flops in PEAK_FLOPS.items() if known in device.upper()), None)
+    peak = peak_flops(device)
     if peak is None:
         return Mix(table.num_tokens, table.computed_tokens(), None, None)
     dims = model_dims(model)
@@ -107,7 +104,7 @@ def build_case_schedule(
     config: RunConfig,
     *,
     world_size: int,
-    device: torch.device,
+    hardware: Hardware,
     gpu: str,
     cost_files: Sequence[str] = (),
     scale_b2: float = 1.0,
@@ -120,7 +117,7 @@ def build_case_schedule(
         order: Their order.
         config: The run.
         world_size: Ranks.
-        device: Whose memory counts; on a CPU that of `gpu`.
+        hardware: Whose memory counts; on a CPU that of `gpu`.
         gpu: From `resolve_gpu`.
         cost_files: The one with the fewest mismatches prices the row; without any a prior does.
         scale_b2: Makes the law wrong: b2 (or b) times this.
@@ -129,26 +126,29 @@ def build_case_schedule(
     config = replace(config, schedule=settings)
     nearest = min(
         cost_files,
-        key=lambda path: len(mismatches(CostFile.read(path), config, gpu, device, case.meet, world_size)),
+        key=lambda path: len(mismatches(CostFile.read(path), config, gpu, hardware, case.meet, world_size)),
         default=None,
     )
     models = build_models(
         replace(config, cost=replace(config.cost, file=nearest, allow_mismatch=True)),
         gpu,
-        device,
+        hardware,
         meet=case.meet,
         ranks=world_size,
         sharded_over=world_size // num_replicas(settings.shard_ranks, world_size),
         seq_lens=np.unique(table.computed_tokens()).tolist(),
         trained_share=trained_share(config),
     )
-    settings = resolve_memory(settings, models, device_memory_bytes(gpu, device))
+    settings = resolve_memory(settings, models, device_memory_bytes(gpu, hardware))
     name = "b2_us" if isinstance(models.cost, TwoTermCost) else "b_us"
     law = replace(models.cost, **{name: getattr(models.cost, name) * scale_b2})
-    settings = Simulation(table, order, law, world_size, case.meet).resolved(settings)
+    simulation = Simulation(table, order, law, world_size, case.meet)
+    settings = simulation.resolved(settings)
+    samples_per_slot = 0.0 if case.policy == "balanced" else simulation.mean_samples_per_slot(settings)
     history = CostHistory(law)
     policy = build_policy(settings, table, order, history, world_size, case.meet)
-    return SyntheticSchedule(table, order, policy, case.meet, settings, history, replace(models, cost=law))
+    models = replace(models, cost=law)
+    return SyntheticSchedule(table, order, policy, case.meet, settings, history, models, samples_per_slot)
 
 
 def steps_to_run(schedule: SyntheticSchedule, count: int, warmup: int, *, is_epoch: bool) -> list[int]:
@@ -163,14 +163,15 @@ def steps_to_run(schedule: SyntheticSchedule, count: int, warmup: int, *, is_epo
 
 def as_planned(plan: StepPlan, schedule: SyntheticSchedule) -> StepMeasurement:
     """What the ranks would measure if every micro-batch took what the models say, and nothing came between them."""
-    ranks, models = plan.costs_us.shape[1], schedule.models
+    ranks, models, table = plan.costs_us.shape[1], schedule.models, schedule.table
     peaks = np.zeros(ranks)
     for rank in range(ranks):
         for g, batch in enumerate(plan.micro_batches(rank)):
             memory = models.memory
             if schedule.settings.recompute == "auto":
                 memory = models.kept_memory.mixed(memory, int(plan.recomputed[g, rank]) / ALL_BLOCKS)
-            taken = memory.micro_batch_bytes(int(plan.num_tokens[g, rank]), len(batch)) / 2**30
+            tokens = int(table.computed_tokens(plan.sample_ids[list(batch)]).sum())
+            taken = memory.micro_batch_bytes(tokens, len(batch)) / 2**30
             peaks[rank] = max(peaks[rank], taken)
     wall_s = step_time(plan.costs_us, plan.meet, plan.replicas) / 1e6
     zeros = np.zeros(ranks)

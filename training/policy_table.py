@@ -83,6 +83,7 @@ def summarize(
     warmup: int,
     table: SampleTable,
     token_limit: int,
+    text_tokens: int,
     device_bytes: int,
 ) -> Row:
     """Figures of the steps after the warm-up; cost errors of all of them, in order.
@@ -93,21 +94,20 @@ def summarize(
         warmup: First steps that do not count.
         table: Samples.
         token_limit: Most tokens of a micro-batch.
+        text_tokens: What the limit counts for each sample's text.
         device_bytes: Memory of one device.
     """
-    errors = [cost_error(plan, measured.busy_s) for plan, measured in zip(plans, measurements, strict=True)]
-    pairs = list(zip(plans, measurements, strict=True))[warmup:]
-    counted = [plan for plan, _ in pairs]
-    meet, replicas = counted[0].meet, counted[0].replicas
+    all_pairs = list(zip(plans, measurements, strict=True))
+    errors, pairs = [cost_error(plan, measured.busy_s) for plan, measured in all_pairs], all_pairs[warmup:]
+    counted, meet, replicas = [plan for plan, _ in pairs], plans[0].meet, plans[0].replicas
     planned = np.concatenate([where_ranks_meet(plan.costs_us, meet, replicas) for plan in counted])
     busy = np.concatenate([where_ranks_meet(measured.busy_s, meet, replicas) for _, measured in pairs])
     step_s = np.array([measured.step_s.max() for _, measured in pairs])
     tokens = np.array([int(plan.num_tokens.sum()) for plan in counted])
-    samples = sum(plan.num_samples for plan in counted)
-    peaks = np.array([measured.memory_peak_gib for _, measured in pairs])
+    samples, peaks = sum(p.num_samples for p in counted), np.array([each.memory_peak_gib for _, each in pairs])
     steps = [_step_record(plan, measured, table) for plan, measured in pairs]
     sums, seconds = micro_batches_of(steps)
-    fullest = [plan.num_tokens.max(axis=0) for plan in counted]
+    fullest = [fullest_of(plan, table, text_tokens) for plan in counted]
     return {
         "num_steps": len(counted),
         "meet": meet,
@@ -138,6 +138,14 @@ def summarize(
         "pearson_squares": _pearson(sums[:, 2], seconds),
         "steps": steps,
     }
+
+
+def fullest_of(plan: StepPlan, table: SampleTable, text_tokens: int) -> NDArray[np.int64]:
+    """Tokens of each rank's fullest micro-batch as the memory limit counts them, int64 [ranks]."""
+    tokens = table.computed_tokens(plan.sample_ids) + text_tokens
+    return np.array(
+        [max(int(tokens[list(batch)].sum()) for batch in plan.micro_batches(r)) for r in range(plan.costs_us.shape[1])]
+    )
 
 
 def _idle_share(steps: Sequence[NDArray[Any]], meet: str, replicas: int) -> float:
@@ -191,6 +199,11 @@ def rate_rows(rows: Sequence[Row], mix: Mix, ranks: int) -> None:
                 row["mfu_on_mix"] = samples_per_s * mix.flops / ranks / mix.peak_flops
     for row in rows:
         row["relative"] = row["tokens_per_s_on_mix"] / rows[0]["tokens_per_s_on_mix"]
+
+
+def title_of(row: Row) -> str:
+    """A row by what tells it from the others."""
+    return ", ".join(str(row[name]) for name in NAMES)
 
 
 def markdown(head: str, rows: Sequence[Row]) -> str:

@@ -45,6 +45,8 @@ class ProfileConfig:
                 f"profile.steps={self.steps}: give the first and the last of at most {_MOST_STEPS} steps, such as "
                 "[10, 12]; a trace grows by tens of MiB a step"
             )
+        if self.steps and not self.ranks:
+            raise ValueError(f"profile.steps={self.steps}, but profile.ranks=[] names no rank to write a trace")
         if min(self.steps, default=0) < 0 or min(self.ranks, default=0) < 0 or not self.max_mib > 0:
             raise ValueError(
                 f"profile: steps={self.steps} and ranks={self.ranks} must not be negative, max_mib={self.max_mib} must "

@@ -1,6 +1,7 @@
 """Puts the parts of a run together; train.py then only has the loop."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -9,10 +10,10 @@ from adaptiveload.scheduling.cost import analytic_prior
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import limit_of
 from adaptiveload.training.adaptation import Adaptation
-from adaptiveload.training.checkpoint import Checkpointer, find_to_resume
+from adaptiveload.training.checkpoint import Checkpointer
 from adaptiveload.training.checkpoint_files import read_state
 from adaptiveload.training.config import RunConfig, save_config
-from adaptiveload.training.cost import model_dims
+from adaptiveload.training.cost import Hardware, model_dims
 from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.ema import Ema
 from adaptiveload.training.evaluation import HeldOut
@@ -23,6 +24,9 @@ from adaptiveload.training.live_step import build_model
 from adaptiveload.training.memory_limits import LIMITS_NAME, MemoryLimits, read_records
 from adaptiveload.training.previews import Previews
 from adaptiveload.training.profiling import Profiler
+from adaptiveload.training.resume import find_to_resume
+from adaptiveload.training.rows import move_aside
+from adaptiveload.training.run_folder import hold_run_folder
 from adaptiveload.training.schedule import (
     Schedule,
     StreamSchedule,
@@ -37,7 +41,7 @@ from adaptiveload.training.step_guard import StepGuard
 from adaptiveload.training.step_timer import StepTimer
 from adaptiveload.training.stragglers import StragglerWatch
 from adaptiveload.training.stream import StreamFeed
-from adaptiveload.training.tracker import Tracker
+from adaptiveload.training.tracker import FIGURES_NAMES, Tracker
 from adaptiveload.training.workers import TAKEN_OVER
 
 # The share of lost samples is taken over at least so many.
@@ -85,25 +89,16 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         ValueError: For anything in configuration, data or checkpoint that training could not live with.
     """
     config.tracking.check_installed()
-    folder = config.run_dir / "checkpoints"
-    resume_from = find_to_resume(folder, config.checkpoint, ranks)
+    hold_run_folder(config.run_dir, ranks)
+    checkpoints = config.run_dir / "checkpoints"
+    resume_from = find_to_resume(checkpoints, config.checkpoint, ranks)
     saved = read_state(resume_from) if resume_from else None
-    limits_path = config.run_dir / LIMITS_NAME
-    schedule: Schedule | StreamSchedule
-    if config.data.mode == "stream":
-        schedule, min_drawn = build_stream_schedule(config, ranks.world_size, ranks.device), _MIN_DRAWN
-    else:
-        records = ranks.broadcast_object(read_records(limits_path) if ranks.is_main else None)
-        schedule = build_schedule(config, ranks.world_size, ranks.device, saved, records)
-        min_drawn = min(_MIN_DRAWN, len(schedule.train_ids))
-        if ranks.is_main:
-            schedule.corpus.verify()
-    schedule.identity |= model_identity(config)
-    ranks.barrier()
+    hardware = Hardware.of_all(ranks)
+    schedule = plan_run(config, ranks, hardware, saved)
 
     model, timer, optimizer = build_model(config, ranks, is_resumed=resume_from is not None)
     ema = Ema(model, config.ema)
-    checkpointer = Checkpointer(folder, config.checkpoint, ranks, model, optimizer, ema)
+    checkpointer = Checkpointer(checkpoints, config.checkpoint, ranks, model, optimizer, ema)
     first_step, num_lost, skipped = 0, 0, (0, 0)
     if resume_from is not None:
         saved = checkpointer.load(resume_from, schedule.identity)
@@ -113,23 +108,17 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
             check_position(schedule, first_step, int(saved["position"]))
     if config.checkpoint.is_on and first_step < config.max_steps:
         checkpointer.check_room()
-    ledger = Ledger(config.run_dir, ranks.rank, config.data, min_drawn, num_lost)
-    if ranks.is_main:
-        ledger.forget_from(first_step)
-        if first_step < config.max_steps:
-            save_config(schedule.config, config.run_dir / "config.yaml")
-    ranks.barrier()
+    previews = build_previews(config, ranks, schedule)
+    profiler = Profiler(config.profile, ranks, config.run_dir, timer, print)
+    feed, held_out, adaptation = build_feeds(config, ranks, schedule, saved, first_step)
 
-    feed: PlannedFeed | StreamFeed
-    adaptation = None
-    if isinstance(schedule, StreamSchedule):
-        feed, held_out = stream_feed(config, ranks, schedule, saved), None
-    else:
-        feed, held_out = planned_feeds(config, ranks, schedule, first_step)
-        adaptation = Adaptation(config.cost, schedule, schedule.models.cost, ranks, feed.plans_ahead)
-        if saved is not None and "adaptation" in saved:
-            adaptation.load(saved["adaptation"])  # type: ignore[arg-type]
+    # Nothing refuses the start from here on: the folder may change.
+    min_drawn = min(_MIN_DRAWN, len(schedule.train_ids)) if isinstance(schedule, Schedule) else _MIN_DRAWN
+    ledger = Ledger(config.run_dir, ranks.rank, config.data, min_drawn, num_lost)
+    ranks.run_on_main(lambda: prepare_folder(config, schedule.config, ledger, first_step))
     tracker = Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps) if ranks.is_main else None
+    if tracker is not None:
+        profiler.say = tracker.message
     return Run(
         config=config,
         ranks=ranks,
@@ -140,23 +129,73 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
         timer=timer,
         checkpointer=checkpointer,
         held_out=held_out,
-        previews=build_previews(config, ranks, schedule),
+        previews=previews,
         feed=feed,
         adaptation=adaptation,
         ledger=ledger,
         guard=StepGuard(config.run_dir, ranks, config.optimizer.max_skipped_in_a_row, *skipped),
         tracker=tracker,
         straggler_watch=StragglerWatch(),
-        profiler=Profiler(config.profile, ranks, config.run_dir, timer, tracker.message if tracker else print),
-        memory=MemoryLimits(
-            limits_path,
-            ranks.rank,
-            memory_conditions(config, ranks.world_size, ranks.device, schedule.meet),
-            schedule.settings if isinstance(schedule, Schedule) else schedule.config.schedule,
-            can_obey=isinstance(schedule, Schedule) and config.schedule.policy == "balanced",
-        ),
+        profiler=profiler,
+        memory=build_memory_limits(config, ranks, hardware, schedule),
         first_step=first_step,
     )
+
+
+def plan_run(
+    config: RunConfig, ranks: Ranks, hardware: Hardware, saved: dict[str, Any] | None
+) -> Schedule | StreamSchedule:
+    """What decides over the run, the same on all ranks; rank 0 also looks whether the shards are as indexed."""
+    schedule: Schedule | StreamSchedule
+    if config.data.mode == "stream":
+        schedule = build_stream_schedule(config, ranks.world_size, hardware)
+    else:
+        records = ranks.run_on_main(lambda: read_records(config.run_dir / LIMITS_NAME))
+        schedule = build_schedule(config, ranks.world_size, ranks.device, saved, records, hardware)
+        ranks.run_on_main(schedule.corpus.verify)
+    schedule.identity |= model_identity(config)
+    return schedule
+
+
+def prepare_folder(config: RunConfig, resolved: RunConfig, ledger: Ledger, first_step: int) -> None:
+    """Leave no row in the run's folder that will be written again, and the configuration; on rank 0."""
+    if first_step == 0:
+        figures = [config.run_dir / name for name in FIGURES_NAMES]
+        if line := move_aside([*figures, ledger.lost_path, ledger.skipped_path, ledger.samples_dir]):
+            print(line, flush=True)
+    ledger.forget_from(first_step)
+    if first_step < config.max_steps:
+        save_config(resolved, config.run_dir / "config.yaml")
+
+
+def build_memory_limits(
+    config: RunConfig, ranks: Ranks, hardware: Hardware, schedule: Schedule | StreamSchedule
+) -> MemoryLimits:
+    """What writes down that a micro-batch did not fit."""
+    return MemoryLimits(
+        config.run_dir / LIMITS_NAME,
+        ranks.rank,
+        memory_conditions(config, ranks.world_size, hardware, schedule.meet),
+        schedule.settings if isinstance(schedule, Schedule) else schedule.config.schedule,
+        can_obey=isinstance(schedule, Schedule) and config.schedule.policy == "balanced",
+    )
+
+
+def build_feeds(
+    config: RunConfig,
+    ranks: Ranks,
+    schedule: Schedule | StreamSchedule,
+    saved: dict[str, Any] | None,
+    first_step: int,
+) -> tuple[PlannedFeed | StreamFeed, HeldOut | None, Adaptation | None]:
+    """Training samples; of an indexed run also held-out ones, and what reprices the plans as it goes on."""
+    if isinstance(schedule, StreamSchedule):
+        return stream_feed(config, ranks, schedule, saved), None, None
+    feed, held_out = planned_feeds(config, ranks, schedule, first_step)
+    adaptation = Adaptation(config.cost, schedule, schedule.models.cost, ranks, feed.plans_ahead)
+    if saved is not None and "adaptation" in saved:
+        adaptation.load(saved["adaptation"])
+    return feed, held_out, adaptation
 
 
 def planned_feeds(config: RunConfig, ranks: Ranks, schedule: Schedule, first_step: int) -> tuple[PlannedFeed, HeldOut]:

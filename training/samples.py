@@ -6,7 +6,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +26,6 @@ from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.training.contact_sheet import shown_frames
 from adaptiveload.training.distributed import Ranks, reshard
 
-_Value = TypeVar("_Value")
 # Of one sample on a sheet: a strip of frames by label, uint8 [F, H, W, 3] each.
 Strips = dict[str, np.ndarray]
 
@@ -123,21 +121,7 @@ def wanted_of_corpus(corpus: Corpus, rows: Sequence[int], seed: int, ranks: Rank
             )
         return wanted
 
-    return on_main(ranks, read)
-
-
-def on_main(ranks: Ranks, function: Callable[[], _Value]) -> _Value:
-    """What `function` returns on rank 0, or its ValueError, on every rank. Collective."""
-    result: _Value | ValueError | None = None
-    if ranks.is_main:
-        try:
-            result = function()
-        except ValueError as error:
-            result = error
-    result = ranks.broadcast_object(result)
-    if isinstance(result, ValueError):
-        raise result
-    return result  # type: ignore[return-value]
+    return ranks.run_on_main(read)
 
 
 def open_codec(info: DatasetInfo, vae_dir: Path | str | None, device: torch.device | str, option: str) -> LatentCodec:

@@ -26,10 +26,10 @@ from adaptiveload.scheduling.shapes import LatentGeometry
 from adaptiveload.scheduling.updates import CostHistory, ScheduleUpdate
 from adaptiveload.training.config import RunConfig
 from adaptiveload.training.cost import (
+    Hardware,
     RunModels,
     build_models,
     device_memory_bytes,
-    device_name,
     model_dims,
     resolve_gpu,
     resolve_memory,
@@ -60,6 +60,7 @@ class Schedule:
         models: Cost and memory models that the run starts with.
         history: Cost model of every step; it grows while the run adapts.
         meet: "slot" or "step".
+        hardware: What it is planned for.
         identity: What a resumed run must have in common with the one that saved.
         config: The run's configuration with every "auto" of the schedule replaced by what it came to.
         settings: The schedule's part of it; the run may have learnt of a lower memory limit since.
@@ -75,6 +76,7 @@ class Schedule:
     models: RunModels
     history: CostHistory
     meet: str
+    hardware: Hardware
     identity: dict[str, object]
     config: RunConfig
     settings: ScheduleConfig
@@ -102,19 +104,64 @@ def build_schedule(
     device: torch.device,
     saved: dict[str, object] | None,
     memory_records: Sequence[dict[str, Any]] = (),
+    hardware: Hardware | None = None,
 ) -> Schedule:
     """Index, split, order, models and policy of a run on `ranks` ranks.
 
     Args:
         config: The run's configuration.
         ranks: Data-parallel ranks to plan for.
-        device: Whose prior prices the samples when `cost.gpu` is "auto".
+        device: Whose prior prices the samples when `cost.gpu` is "auto", and whose memory sets limits.
         saved: The state beside the checkpoint that is resumed, whose lookahead and history of costs stay.
         memory_records: What the run has written into its `limits.yaml`; `balanced` keeps to it.
+        hardware: What all ranks agreed on, where several make this schedule; None takes `device` as it is.
 
     Raises:
         ValueError: If the data set is absent, damaged or does not fit the model, or the schedule cannot be kept.
     """
+    hardware = hardware or Hardware.of(device)
+    corpus = open_checked_corpus(config)
+    table = corpus.table
+    held_out = held_out_mask(corpus.source_names, config.data.held_out_share, config.seed)[corpus.source_codes]
+    train_ids, held_out_ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    gpu = resolve_gpu(config.cost, hardware)
+    meet = resolve_meet(config, gpu, hardware)
+    models = _models(config, gpu, hardware, meet, ranks, np.unique(table.computed_tokens()).tolist())
+    asked = resolve_memory(replace(config.schedule, meet=meet), models, device_memory_bytes(gpu, hardware))
+    repeats = corpus.repeats[train_ids]
+    order = EndlessOrder(train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=repeats)
+    settings, lowered = asked, None
+    if config.schedule.policy == "balanced":
+        known = [each for each in memory_records if each["under"] == memory_conditions(config, ranks, hardware, meet)]
+        settings, lowered = lower_limit(asked, known, table, order)
+    lookahead = _lookahead(saved, settings, table, order, models, ranks, meet)
+    settings = replace(settings, lookahead=lookahead)
+    adaptation = saved.get("adaptation") if saved else None
+    updates = adaptation["updates"] if isinstance(adaptation, dict) else []
+    history = CostHistory(models.cost, [ScheduleUpdate.from_json(record) for record in updates])
+    policy = build_policy(settings, table, order, history, ranks, meet)
+    identity = _schedule_identity(config, ranks, corpus, policy, lookahead)
+    check_same_data(saved, identity)
+    return Schedule(
+        corpus=corpus,
+        table=table,
+        train_ids=train_ids,
+        held_out_ids=held_out_ids,
+        order=order,
+        policy=policy,
+        models=models,
+        history=history,
+        meet=meet,
+        hardware=hardware,
+        identity=identity,
+        config=replace(config, schedule=replace(asked, lookahead=lookahead), cost=replace(config.cost, gpu=gpu)),
+        settings=settings,
+        lowered=lowered,
+    )
+
+
+def open_checked_corpus(config: RunConfig) -> Corpus:
+    """The samples of `config.data`. Raises ValueError where they do not fit the model."""
     geometry = model_geometry(config.model)
     corpus = open_corpus(config.data.all_sources, geometry)
     paths = ", ".join(source.path for source in corpus.sources)
@@ -126,41 +173,37 @@ def build_schedule(
         )
     if corpus.info.text_dim != config.model.text_dim:
         raise ValueError(f"{paths}: text_dim {corpus.info.text_dim}, but model.text_dim={config.model.text_dim}")
-    table = replace(corpus.table, text_joins=model_dims(config.model).text_joins)
-    corpus = replace(corpus, table=table)
-    if (longest := int(table.text_len.max())) > config.model.text_len:
+    if (longest := int(corpus.table.text_len.max())) > config.model.text_len:
         raise ValueError(f"{paths}: a text of {longest} rows, but model.text_len={config.model.text_len}")
-    held_out = held_out_mask(corpus.source_names, config.data.held_out_share, config.seed)[corpus.source_codes]
-    train_ids, held_out_ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    gpu = resolve_gpu(config.cost, device)
-    meet = resolve_meet(config, gpu, device)
-    models = _models(config, gpu, device, meet, ranks, np.unique(table.computed_tokens()).tolist())
-    schedule_config = resolve_memory(replace(config.schedule, meet=meet), models, device_memory_bytes(gpu, device))
-    order = EndlessOrder(
-        train_ids, config.schedule.seed, config.schedule.order_block_size, repeats=corpus.repeats[train_ids]
-    )
-    asked, lowered = schedule_config, None
-    if config.schedule.policy == "balanced":
-        conditions = memory_conditions(config, ranks, device, meet)
-        known = [record for record in memory_records if record["under"] == conditions]
-        schedule_config, lowered = lower_limit(schedule_config, known, table, order)
-    lookahead = config.schedule.lookahead
-    if lookahead == "auto" and schedule_config.policy != "balanced":
-        lookahead = "1"  # the paper's policies draw in plain order
-    elif lookahead == "auto":
-        lookahead = str(
-            saved["schedule.lookahead"]
-            if saved and "schedule.lookahead" in saved
-            else resolve_lookahead(schedule_config, table, order, models.cost, ranks, meet)
-        )
-    schedule_config = replace(schedule_config, lookahead=lookahead)
-    adaptation = saved.get("adaptation") if saved else None
-    updates = adaptation["updates"] if isinstance(adaptation, dict) else []
-    history = CostHistory(models.cost, [ScheduleUpdate.from_json(record) for record in updates])
-    policy = build_policy(schedule_config, table, order, history, ranks, meet)
+    return replace(corpus, table=replace(corpus.table, text_joins=model_dims(config.model).text_joins))
+
+
+def _lookahead(
+    saved: dict[str, object] | None,
+    settings: ScheduleConfig,
+    table: SampleTable,
+    order: EndlessOrder,
+    models: RunModels,
+    ranks: int,
+    meet: str,
+) -> str:
+    """`schedule.lookahead`, or what "auto" comes to: what the checkpoint has, so that its order goes on."""
+    if settings.lookahead != "auto":
+        return settings.lookahead
+    if settings.policy != "balanced":
+        return "1"  # the paper's policies draw in plain order
+    if saved and "schedule.lookahead" in saved:
+        return str(saved["schedule.lookahead"])
+    return str(resolve_lookahead(settings, table, order, models.cost, ranks, meet))
+
+
+def _schedule_identity(
+    config: RunConfig, ranks: int, corpus: Corpus, policy: Policy, lookahead: str
+) -> dict[str, object]:
+    """What a resumed run must keep of its samples and their order."""
     identity: dict[str, object] = {
         "data_fingerprint": corpus.fingerprint,
-        "num_samples": len(table),
+        "num_samples": len(corpus.table),
         "seed": config.seed,
         "schedule.seed": config.schedule.seed,
         "schedule.policy": config.schedule.policy,
@@ -173,29 +216,13 @@ def build_schedule(
         # Every rank fills buckets of its own there: which samples a step holds depends on these too.
         identity |= {"ranks": ranks, "schedule.slots_per_step": config.schedule.slots_per_step}
         identity["batch_sizes"] = policy.batch_sizes.tolist()
-    check_same_data(saved, identity)
-    resolved = replace(config, schedule=replace(asked, lookahead=lookahead), cost=replace(config.cost, gpu=gpu))
-    return Schedule(
-        corpus=corpus,
-        table=table,
-        train_ids=train_ids,
-        held_out_ids=held_out_ids,
-        order=order,
-        policy=policy,
-        models=models,
-        history=history,
-        meet=meet,
-        identity=identity,
-        config=resolved,
-        settings=schedule_config,
-        lowered=lowered,
-    )
+    return identity
 
 
-def memory_conditions(config: RunConfig, ranks: int, device: torch.device, meet: str) -> dict[str, Any]:
+def memory_conditions(config: RunConfig, ranks: int, hardware: Hardware, meet: str) -> dict[str, Any]:
     """What decides, beside a micro-batch, whether it fits in memory: a record of `limits.yaml` holds under it alone."""
     return {
-        "device": device_name(device),
+        "device": hardware.name,
         "ranks": ranks,
         "meet": meet,
         "recompute": config.schedule.recompute,
@@ -205,15 +232,15 @@ def memory_conditions(config: RunConfig, ranks: int, device: torch.device, meet:
     }
 
 
-def build_stream_schedule(config: RunConfig, ranks: int, device: torch.device) -> StreamSchedule:
+def build_stream_schedule(config: RunConfig, ranks: int, hardware: Hardware) -> StreamSchedule:
     """What decides over a run without an index. Raises ValueError for what needs one."""
     check_stream_config(config.data, config.schedule)
     if model_dims(config.model).text_joins:
         raise ValueError(
             f"model.architecture={config.model.architecture}: needs data.mode=index, a stream does not price text"
         )
-    gpu = resolve_gpu(config.cost, device)
-    meet = resolve_meet(config, gpu, device)
+    gpu = resolve_gpu(config.cost, hardware)
+    meet = resolve_meet(config, gpu, hardware)
     identity: dict[str, object] = {
         "data.mode": "stream",
         "shards": shard_names(config.data.path),
@@ -224,8 +251,8 @@ def build_stream_schedule(config: RunConfig, ranks: int, device: torch.device) -
     exponent = _STREAM_COST_EXPONENT if config.schedule.cost_exponent is None else config.schedule.cost_exponent
     schedule_config = replace(config.schedule, meet=meet, cost_exponent=exponent)
     if schedule_config.recompute == "auto":
-        models = _models(config, gpu, device, meet, ranks, [limit_of(schedule_config)])
-        schedule_config = resolve_memory(schedule_config, models, device_memory_bytes(gpu, device))
+        models = _models(config, gpu, hardware, meet, ranks, [limit_of(schedule_config)])
+        schedule_config = resolve_memory(schedule_config, models, device_memory_bytes(gpu, hardware))
     resolved = replace(config, schedule=schedule_config, cost=replace(config.cost, gpu=gpu))
     return StreamSchedule(meet, identity, resolved)
 
@@ -235,12 +262,12 @@ def model_geometry(model: ModelConfig) -> LatentGeometry:
     return LatentGeometry(model.in_channels, spatial_stride=model.spatial_stride, patch=tuple(model.patch_size))
 
 
-def _models(config: RunConfig, gpu: str, device: torch.device, meet: str, ranks: int, seq_lens: list[int]) -> RunModels:
+def _models(config: RunConfig, gpu: str, hardware: Hardware, meet: str, ranks: int, seq_lens: list[int]) -> RunModels:
     """Cost and memory models of a run over samples of `seq_lens` tokens, see `build_models`."""
     return build_models(
         config,
         gpu,
-        device,
+        hardware,
         meet=meet,
         ranks=ranks,
         sharded_over=ranks // num_replicas(config.schedule.shard_ranks, ranks),
@@ -249,7 +276,7 @@ def _models(config: RunConfig, gpu: str, device: torch.device, meet: str, ranks:
     )
 
 
-def resolve_meet(config: RunConfig, gpu: str, device: torch.device) -> str:
+def resolve_meet(config: RunConfig, gpu: str, hardware: Hardware) -> str:
     """Where ranks meet: as configured, or "auto": "step" where gathered weights and gradients fit, else "slot"."""
     if config.schedule.meet != "auto":
         return config.schedule.meet
@@ -257,7 +284,7 @@ def resolve_meet(config: RunConfig, gpu: str, device: torch.device) -> str:
         parameter.numel() * (_WEIGHT_BYTES + _GRADIENT_BYTES * parameter.requires_grad)
         for parameter in lay_out_model(config).parameters()
     )
-    return "step" if unsharded <= _UNSHARDED_SHARE * device_memory_bytes(gpu, device) else "slot"
+    return "step" if unsharded <= _UNSHARDED_SHARE * device_memory_bytes(gpu, hardware) else "slot"
 
 
 def trained_share(config: RunConfig) -> float:

@@ -11,6 +11,8 @@ from adaptiveload.scheduling.metrics import idle_share, load_cv, step_time
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import limit_of, recompute_of
 from adaptiveload.scheduling.recompute import ALL_BLOCKS
+from adaptiveload.training.cost import device_memory_bytes
+from adaptiveload.training.policy_table import fullest_of
 from adaptiveload.training.schedule import Schedule
 
 _NUM_STEPS = 20
@@ -33,7 +35,8 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
     step_s = sum(step_time(*each) for each in planned) / 1e6 / _NUM_STEPS
     tokens = sum(int(schedule.table.num_tokens[plan.sample_ids].sum()) for plan in plans)
     samples = float(np.mean([plan.num_samples for plan in plans]))
-    largest = max(_most_tokens(plan, schedule, ranks) for plan in plans)
+    text_tokens = schedule.settings.text_memory_tokens
+    largest = max(int(fullest_of(plan, schedule.table, text_tokens).max()) for plan in plans)
     memory = "measured" if schedule.models.is_memory_measured else "a prior"
     copies = f" with {plans[0].replicas} copies of the model" if plans[0].replicas > 1 else ""
     head = (
@@ -52,6 +55,7 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
             f"  samples a step      {samples:.1f}, in {np.mean([plan.num_slots for plan in plans]):.1f} slots",
             f"  largest micro-batch {largest} of {schedule.settings.memory_limit_tokens} tokens",
             *_recompute_lines(schedule, plans),
+            *_memory_lines(schedule),
             f"  load CV             {np.mean([load_cv(*each) for each in planned]):.4f}",
             f"  idle share          {np.mean([idle_share(*each) for each in planned]):.4f}",
             f"  predicted step      {step_s:.3f} s, {tokens / step_s / _NUM_STEPS:,.0f} tokens/s",
@@ -61,12 +65,6 @@ def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> st
             *_plan_lines(plans[0].costs_us, plans[0].num_tokens),
         ]
     )
-
-
-def _most_tokens(plan: StepPlan, schedule: Schedule, ranks: int) -> int:
-    """Of the fullest micro-batch of a step, text included as the memory limit counts it."""
-    tokens = schedule.table.computed_tokens(plan.sample_ids) + schedule.settings.text_memory_tokens
-    return max(int(tokens[list(batch)].sum()) for rank in range(ranks) for batch in plan.micro_batches(rank))
 
 
 def warnings(schedule: Schedule, ranks: int) -> list[str]:
@@ -141,11 +139,22 @@ def _recompute_lines(schedule: Schedule, plans: Sequence[StepPlan]) -> Iterator[
             f"  recompute           {share:.1%} of the blocks' work: none up to {settings.kept_tokens} tokens, all at "
             f"{settings.most_tokens}"
         )
-        if settings.most_tokens is not None and limit_of(settings) > settings.most_tokens:
-            yield (
-                f"  WARNING: schedule.memory_limit_tokens={limit_of(settings)} is above the "
-                f"{settings.most_tokens} tokens that fit by the memory model"
-            )
+
+
+def _memory_lines(schedule: Schedule) -> Iterator[str]:
+    """A warning of a limit above what fits by the memory model."""
+    settings, memory = schedule.settings, schedule.models.memory
+    fitting = settings.most_tokens
+    if settings.recompute != "auto":
+        try:
+            fitting = memory.max_tokens(device_memory_bytes(schedule.config.cost.gpu, schedule.hardware))
+        except ValueError as error:
+            yield f"  WARNING: {error}"
+    if fitting is not None and limit_of(settings) > fitting:
+        yield (
+            f"  WARNING: schedule.memory_limit_tokens={limit_of(settings)} is above the {fitting} tokens that fit by "
+            "the memory model"
+        )
 
 
 def _plan_lines(costs_us: np.ndarray, num_tokens: np.ndarray, max_ranks: int = 8) -> Iterator[str]:

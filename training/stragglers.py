@@ -13,7 +13,10 @@ MIN_EXCESS = 0.02
 FALSE_ALARM = 0.01
 LAST_STEPS = 20
 # Of a step's wall seconds, on the rank that waits least for others: more than optimizer, embeddings and head take.
-MIN_ELSEWHERE = 0.3
+# In seconds too: on 2 CPU ranks they take a quarter of the quickstart's steps, 0.15 s, and most of a test's of 0.2 s.
+MIN_ELSEWHERE, MIN_ELSEWHERE_S = 0.3, 0.5
+# What goes on is not told again, and it has not ended before it falls below this share.
+ENDED_ELSEWHERE = 0.2
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,41 @@ class Straggler:
         return f"Straggler: {what}. It computes, slower than the plan expects: look at this rank's GPU."
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """What even the rank that waits least for others spends on neither blocks nor data, medians over some steps.
+
+    Attributes:
+        share: Of a step's wall seconds.
+        seconds: Of a step.
+    """
+
+    share: float
+    seconds: float
+
+    @classmethod
+    def of(cls, metrics: Sequence[dict[str, Any]], busy_s: np.ndarray) -> "Elsewhere":
+        """From rows of `metrics.jsonl`, and their busy seconds [steps, R]."""
+        step_s = seconds_by_rank(metrics, "step_s")
+        if step_s.shape != busy_s.shape:
+            return cls(0.0, 0.0)
+        left_s = step_s - busy_s - _waits(metrics, busy_s)
+        return cls(float(np.median((left_s / step_s).min(1))), float(np.median(left_s.min(1))))
+
+    @property
+    def matters(self) -> bool:
+        """Whether it is more than a healthy run takes."""
+        return self.share >= MIN_ELSEWHERE and self.seconds >= MIN_ELSEWHERE_S
+
+    def describe(self) -> str:
+        """One sentence for people."""
+        return (
+            f"{self.share:.0%} of a step ({self.seconds:.1f} s) went into neither blocks nor data on any rank: the "
+            "exchange between ranks, if not the optimizer or the host. No rank can be told from that: all wait for the "
+            "slowest link."
+        )
+
+
 def find_straggler(busy_s: np.ndarray, waits_s: np.ndarray | None = None) -> Straggler | None:
     """The rank that stands highest in the sum of both; None for a single rank or without steps.
 
@@ -109,7 +147,8 @@ def seconds_by_rank(metrics: Sequence[dict[str, Any]], name: str = "busy_s") -> 
 
     NaN where a step had fewer ranks than another one, as after a resume on more of them.
     """
-    names = sorted({key for row in metrics for key in row if key.startswith("rank/") and key.endswith(f"/{name}")})
+    found = {key for row in metrics for key in row if key.startswith("rank/") and key.endswith(f"/{name}")}
+    names = sorted(found, key=lambda key: int(key.split("/")[1]))
     values = [[row.get(name) for name in names] for row in metrics]
     return np.array(values, dtype=float).reshape(len(metrics), len(names))
 
@@ -127,19 +166,17 @@ def straggler_line(metrics: Sequence[dict[str, Any]], records: Sequence[dict[str
     costs = [np.sum(record["costs_us"], axis=0) for record in records if record["step"] in steps]
     planned = [work for work in costs if len(work) == straggler.num_ranks]
     line = straggler.describe(float(excess_by_rank(np.array(planned))[straggler.rank]) if planned else None)
-    elsewhere = _elsewhere(last, busy_s)
-    if elsewhere >= MIN_ELSEWHERE:
-        line += (
-            f" {elsewhere:.0%} of a step went into neither blocks nor data on any rank: the exchange between ranks, if "
-            "not the optimizer or the host. No rank can be told from that: all wait for the slowest link."
-        )
-    return line
+    elsewhere = Elsewhere.of(last, busy_s)
+    return f"{line} {elsewhere.describe()}" if elsewhere.matters else line
 
 
 class StragglerWatch:
-    """Names the straggler while a run goes on: after each `LAST_STEPS` steps, unless it was named the last time."""
+    """Names what holds a run back while it goes on, after each `LAST_STEPS` steps: the straggler, unless it was named
+    the last time, and an exchange between ranks that is slow for all of them, once until it has ended.
+    """
 
     def __init__(self) -> None:
+        self._has_told_exchange = False
         self._metrics: deque[dict[str, Any]] = deque(maxlen=LAST_STEPS)
         self._records: deque[dict[str, Any]] = deque(maxlen=LAST_STEPS)
         self._seen = 0
@@ -157,13 +194,20 @@ class StragglerWatch:
         self._seen += 1
         if self._seen % LAST_STEPS:
             return None
-        busy_s = seconds_by_rank(list(self._metrics))
-        straggler = find_straggler(busy_s, _waits(list(self._metrics), busy_s))
-        before, self._named = self._named, None
-        if straggler is None or not straggler.stands_out:
+        metrics = list(self._metrics)
+        busy_s = seconds_by_rank(metrics)
+        straggler = find_straggler(busy_s, _waits(metrics, busy_s))
+        if straggler is None:
             return None
-        self._named = (straggler.rank, straggler.is_for_data)
-        return straggler_line(list(self._metrics), list(self._records)) if self._named != before else None
+        elsewhere = Elsewhere.of(metrics, busy_s)
+        is_new = elsewhere.matters and not self._has_told_exchange
+        self._has_told_exchange = elsewhere.matters or (self._has_told_exchange and elsewhere.share >= ENDED_ELSEWHERE)
+        before, self._named = self._named, None
+        if straggler.stands_out:
+            self._named = (straggler.rank, straggler.is_for_data)
+            if self._named != before:
+                return straggler_line(metrics, list(self._records))
+        return elsewhere.describe() if is_new else None
 
 
 def _alike(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -175,11 +219,3 @@ def _alike(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _waits(metrics: Sequence[dict[str, Any]], busy_s: np.ndarray) -> np.ndarray:
     waits_s = seconds_by_rank(metrics, "data_wait_s")
     return np.nan_to_num(waits_s) if waits_s.shape == busy_s.shape else np.zeros_like(busy_s)  # older runs lack them
-
-
-def _elsewhere(metrics: Sequence[dict[str, Any]], busy_s: np.ndarray) -> float:
-    """Median share of a step that even the rank that waits least for others spends on neither blocks nor data."""
-    step_s = seconds_by_rank(metrics, "step_s")
-    if step_s.shape != busy_s.shape:
-        return 0.0
-    return float(np.median(((step_s - busy_s - _waits(metrics, busy_s)) / step_s).min(1)))

@@ -1,7 +1,7 @@
 """Where a run's figures go: always `metrics.jsonl` and `schedule.jsonl`, a progress bar, and wandb or TensorBoard.
 
-Only this file imports wandb. No tracker stops a run: wandb works offline without a key, and a tracker that fails is
-left out from there, while the run goes on with the local files.
+Only this file imports wandb. No tracker stops a run: wandb works offline without a key and not at all where WANDB_MODE
+says so, and a tracker that fails is left out from there, while the run goes on with the local files.
 """
 
 import contextlib
@@ -11,21 +11,31 @@ import math
 import netrc
 import os
 import queue
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
 from PIL import Image
 from tqdm import tqdm
 
+from adaptiveload.scheduling.choices import check_choice
+from adaptiveload.training.rows import drop_rows_from
+
+FIGURES_NAMES = ("metrics.jsonl", "schedule.jsonl")
 # Calls that a tracker may lag behind; a call is one step's figures, some KiB.
 _MOST_WAITING = 1000
 _ABANDON_WITHIN_S = 5.0
+# Ranks whose own figures every step may have: three keys each, which are 100 KB a step for 1,000 ranks.
+_MOST_RANKS = 64
+_WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # one service; a key for either serves both
 
 
 @dataclass
@@ -34,12 +44,14 @@ class TrackingConfig:
 
     Attributes:
         trackers: Any of "wandb" and "tensorboard" (`pip install tensorboard`), whose files are in `RUN/tensorboard`.
-        wandb: "auto" is online with a key and offline without; or online, offline, disabled.
+        wandb: online, offline or disabled; "auto" is what WANDB_MODE says, and where that is not set, online. Online
+            without a key is offline.
         project: wandb project.
         group: Runs of one group stand together in wandb, such as those of a comparison; None takes WANDB_RUN_GROUP.
         init_timeout_s: How long wandb's server may take to answer at the start, before the run is tracked offline.
         finish_timeout_s: Longest wait for a tracker at the end, such as wandb for a slow network.
-        schedule_every_steps: Steps between lines of `schedule.jsonl`; a line grows with ranks times slots.
+        schedule_every_steps: Steps between lines of `schedule.jsonl`; a line grows with ranks times slots. Above 64
+            ranks also between the steps that have figures of each rank, `rank/NNN/...`.
     """
 
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
@@ -54,8 +66,7 @@ class TrackingConfig:
         """Raise ValueError for an unknown tracker or mode."""
         if unknown := [name for name in self.trackers if name not in _TRACKERS]:
             raise ValueError(f"tracking.trackers={self.trackers}: {unknown[0]!r} is none of {', '.join(_TRACKERS)}")
-        if self.wandb not in ("auto", "online", "offline", "disabled"):
-            raise ValueError(f"tracking.wandb={self.wandb!r}: use auto, online, offline or disabled")
+        check_choice("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
         if not self.init_timeout_s > 0 or not self.finish_timeout_s > 0:
             raise ValueError(
                 f"tracking.init_timeout_s={self.init_timeout_s} and tracking.finish_timeout_s={self.finish_timeout_s} "
@@ -66,10 +77,20 @@ class TrackingConfig:
 
     def check_installed(self) -> None:
         """Raise ValueError for a tracker whose package is missing; on every rank, before anything is built."""
-        for name in self.trackers:
-            is_used = name != "wandb" or self.wandb != "disabled"
-            if is_used and importlib.util.find_spec(name) is None:
+        for name in self.used_trackers:
+            if importlib.util.find_spec(name) is None:
                 raise ValueError(f"tracking.trackers has {name}, which is not installed: pip install {name}")
+
+    @property
+    def used_trackers(self) -> list[str]:
+        """`trackers` without a wandb that is switched off."""
+        return [name for name in self.trackers if name != "wandb" or self.wandb_mode != "disabled"]
+
+    @property
+    def wandb_mode(self) -> str:
+        """The mode that is asked for, here or by WANDB_MODE."""
+        asked = self.wandb if self.wandb != "auto" else os.environ.get("WANDB_MODE") or "online"
+        return {"dryrun": "offline", "run": "online"}.get(asked, asked)  # wandb's older words
 
 
 class Sink(Protocol):
@@ -104,20 +125,20 @@ class Tracker:
 
     def __init__(self, run_dir: Path, config: TrackingConfig, run_config: Any, first_step: int, max_steps: int) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = _open_from(run_dir / "metrics.jsonl", first_step)
-        self._schedule = _open_from(run_dir / "schedule.jsonl", first_step)
+        self._metrics, self._schedule = (_open_from(run_dir / name, first_step) for name in FIGURES_NAMES)
         self._finish_timeout_s = config.finish_timeout_s
+        self._ranks_every_steps = config.schedule_every_steps
         # With a delay its first line waits for the first step, and so comes after the start-up report.
         self._bar = tqdm(
             total=max_steps, initial=first_step, desc=run_dir.name, unit="step", dynamic_ncols=True, delay=1e-3
         )
-        sinks = {name: _TRACKERS[name](run_dir, config, run_config, first_step) for name in config.trackers}
-        if config.wandb == "disabled":
-            sinks.pop("wandb", None)
+        sinks = {name: _TRACKERS[name](run_dir, config, run_config, first_step) for name in config.used_trackers}
         self._threads = [_SinkThread(name, sink, self.message) for name, sink in sinks.items()]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the figures of `step`, keys as in docs/metrics.md."""
+        """Write the figures of `step`, keys as in docs/metrics.md; of many ranks not at every step."""
+        if step % self._ranks_every_steps and f"rank/{_MOST_RANKS:03d}/busy_s" in metrics:
+            metrics = {key: value for key, value in metrics.items() if not key.startswith("rank/")}
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         _write_line(self._metrics, {"step": step, **finite})
         self._to_sinks(lambda sink: sink.log(step, metrics))
@@ -143,12 +164,18 @@ class Tracker:
         self._bar.write(text)
 
     def close(self) -> None:
-        """Close the files and end the trackers, each within `tracking.finish_timeout_s`."""
-        self._bar.close()
-        self._metrics.close()
-        self._schedule.close()
-        for thread in self._threads:
-            thread.finish(self._finish_timeout_s)
+        """Close the files and end the trackers, each within `tracking.finish_timeout_s`.
+
+        What fails is told and not raised: a file that a full disk has torn fails again here, and all must end.
+        """
+        ends = {"progress bar": self._bar.close, "metrics.jsonl": self._metrics.close}
+        ends |= {"schedule.jsonl": self._schedule.close}
+        ends |= {thread.name: partial(thread.finish, self._finish_timeout_s) for thread in self._threads}
+        for name, end in ends.items():
+            try:
+                end()
+            except Exception as error:
+                print(f"{name} is not whole: {error!r}", file=sys.stderr, flush=True)
 
 
 class _SinkThread:
@@ -158,7 +185,7 @@ class _SinkThread:
     """
 
     def __init__(self, name: str, sink: Sink, say: Callable[[str], None]) -> None:
-        self._name, self._sink, self._say = name, sink, say
+        self.name, self._sink, self._say = name, sink, say
         self._waiting: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_MOST_WAITING)
         self._is_off = False
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
@@ -199,7 +226,7 @@ class _SinkThread:
         if self._is_off:
             return
         self._is_off = True
-        self._say(f"{self._name} {why} and is off from here; metrics.jsonl has every figure")
+        self._say(f"{self.name} {why} and is off from here; metrics.jsonl has every figure")
 
 
 class _Wandb:
@@ -212,8 +239,10 @@ class _Wandb:
         self._run: Any = None
 
     def start(self, say: Callable[[str], None]) -> None:
-        asked = self._config.wandb
-        mode = asked if asked != "auto" else ("online" if _has_wandb_key() else "offline")
+        mode = self._config.wandb_mode
+        if mode == "online" and not _has_wandb_key():  # for which it would ask in the terminal
+            say(f"wandb has no key: it is offline, see `wandb login` and `wandb sync` for {self._run_dir / 'wandb'}")
+            mode = "offline"
         try:
             self._run = self._begin(mode)
         except Exception as error:
@@ -317,30 +346,25 @@ def _wandb_id(run_dir: Path) -> str:
 
 
 def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
+    """Whether wandb would find a key for its server: in the environment, in netrc or in its own settings."""
+    import wandb
+
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
+    settings = wandb.setup().settings
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.base_url).netloc
     try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
+        known = netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser())
     except (OSError, netrc.NetrcParseError):
-        return False
+        return bool(settings.api_key)
+    hosts = _WANDB_HOSTS if host in _WANDB_HOSTS else (host,)
+    return bool(settings.api_key) or any(known.authenticators(name) for name in hosts)
 
 
 def _open_from(path: Path, first_step: int) -> Any:
     """Open a JSONL file for appending, without the lines of `first_step` and later ones."""
-    kept = []
-    if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) < first_step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    temporary.replace(path)
+    drop_rows_from(path, first_step)
     return path.open("a", buffering=1)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line torn by a crash
-        return math.inf
 
 
 def _write_line(file: Any, record: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import sys
 import time
 
 import numpy as np
-import psutil
 import pytest
 
 from adaptiveload.data.cuts import CutConfig
@@ -22,7 +21,7 @@ from adaptiveload.data.reader import SampleReader
 from adaptiveload.data.text import HashTextEncoder
 from adaptiveload.scheduling.shapes import Shape
 from tests.data.media_files import grey, level, picture_bytes, write_clip, write_tar
-from tests.launching import PLAIN, ROOT, environment, launch_command
+from tests.launching import PLAIN, ROOT, environment, kill_all, launch_command
 
 CUTS = CutConfig(shapes=(Shape(1, 48, 64), Shape(5, 48, 64)), clips_per_shape=2)
 CONFIG = PrepareConfig(items_per_unit=3, samples_per_shard=2)
@@ -90,8 +89,7 @@ def test_killed_launches_go_on_and_end_with_the_same_bytes(media, tmp_path):
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.05))
         if process.poll() is None:
-            for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-                child.kill()
+            kill_all(process)
         process.wait()
     found = contents(output)
     assert found.keys() == contents(tmp_path / "alone").keys()

@@ -121,3 +121,25 @@ def test_inspect_data(tmp_path, capsys):
     assert '"source_hash"' in text
     with pytest.raises(SystemExit, match=r"no sample 'media-clip'.*there is media-clip"):
         inspect_data.main([output, "--key", "media-clip"])
+
+
+@pytest.mark.parametrize(
+    ("task", "first", "last", "count", "part"),
+    [(5, 0, 15, 16, "5/16"), (7, 4, 7, 4, "3/4"), (3, 3, 7, 2, None), (14, 0, 14, 8, None)],
+)
+def test_array_with_gaps_is_refused(tmp_path, task, first, last, count, part):
+    """As of `--array=0-15%4`, `4-7`, `3,7` (its parts were once 0/2 and 4/2) and `0-15:2`."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text("")
+    (tmp_path / "bin" / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    values = {"ID": task, "MIN": first, "MAX": last, "COUNT": count}
+    environment = {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
+    environment |= {"VENV": str(tmp_path), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", "scripts/slurm/prepare_array.sbatch", "--input", "media"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if part is None:
+        assert result.returncode == 2
+        assert "submit a range without gaps" in result.stderr
+    else:
+        assert result.stdout == f"python -m scripts.prepare --part {part} --workers 1 --input media\n"

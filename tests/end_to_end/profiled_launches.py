@@ -25,7 +25,7 @@ from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.updates import CostHistory
 from adaptiveload.training.benchmark_trainers import OwnTrainer, run_plan
 from adaptiveload.training.config import RunConfig, load_config
-from adaptiveload.training.cost import model_dims, resolve_gpu
+from adaptiveload.training.cost import Hardware, model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
 from adaptiveload.training.schedule import model_geometry, resolve_meet
 
@@ -39,8 +39,9 @@ def adaln_sites(model: ModelConfig) -> tuple[int, int]:
 
 def synthetic_policy(mix: str, config: RunConfig, ranks: Ranks) -> tuple[Policy, SampleTable]:
     """Plans steps of `mix` by `config`, priced by the prior; and the samples."""
-    gpu = resolve_gpu(config.cost, ranks.device)
-    meet = resolve_meet(config, gpu, ranks.device)
+    hardware = Hardware.of(ranks.device)
+    gpu = resolve_gpu(config.cost, hardware)
+    meet = resolve_meet(config, gpu, hardware)
     dims = model_dims(config.model)
     table = SampleTable.from_mix(mix, 10_000, 0, model_geometry(config.model))
     text_len = np.full(len(table), config.model.text_len, np.int32)

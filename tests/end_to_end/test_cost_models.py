@@ -123,6 +123,17 @@ def test_report_counts_text_as_the_limit_does(run_config: Path) -> None:
     assert 1500 < int(most) <= 2048  # one sample, of which at most 548 tokens are not text
 
 
+@pytest.mark.parametrize("recompute", ["none", "full", "auto"])
+def test_report_warns_of_a_limit_above_the_memory(run_config: Path, recompute: str) -> None:
+    """With `auto` alone it once did; the presets of 14B and 20B have `full`."""
+    warned = re.compile(
+        r"WARNING: schedule\.memory_limit_tokens=\d+ is above the \d+ tokens that fit by the memory model"
+    )
+    keys = (f"schedule.recompute={recompute}", "cost.gpu=h200")
+    assert not warned.search(plan_with(run_config, *keys))
+    assert warned.search(plan_with(run_config, *keys, "schedule.memory_limit_tokens=1_000_000_000"))
+
+
 def test_lookahead_asks_nothing_of_the_papers_policies(run_config: Path) -> None:
     """Their steps are slots: `samples_per_step`, which `balanced` could not split over two ranks, is not theirs."""
     keys = ("schedule.policy=equal_token", "schedule.lookahead=auto", "schedule.samples_per_step=1")

@@ -58,7 +58,8 @@ def test_out_of_memory_lowers_the_limit_and_a_rank_that_stands_still_is_named(
     assert record["text_rows"] > 0
     step, tokens, limit = record["step"], record["num_tokens"], record["memory_limit_tokens"]
     assert f"rank 1, step {step}, slot {record['micro_batch']} of" in output
-    assert "rank 0 ends too: step" in output
+    # By the broken connection, or by the watch where the rank that failed stays long to finish its checkpoint.
+    assert re.search(r"rank 0 ends( too: |; for \d+ s it was here: )step", output)
     assert (
         f"schedule.memory_limit_tokens 128 -> {limit}: {tokens} tokens did not fit on rank 1 in step {step}" in output
     )
@@ -68,8 +69,10 @@ def test_out_of_memory_lowers_the_limit_and_a_rank_that_stands_still_is_named(
     # A rank that sleeps: both say where they stand, with their samples, and torch's record of collectives is there.
     stood = r"rank \d has stood still for over watch\.timeout_s=6 s: step \d+, slot \d of \d \(sample\d+"
     assert len(set(re.findall(stood, output))) == 1, "one reason, whichever rank was first to see it"
-    for rank in (0, 1):
-        assert re.search(rf"rank {rank} ends; for \d+ s it was here: step \d+, slot \d of \d \(sample\d+", output)
+    here = r"step \d+, slot \d of \d \(sample\d+"
+    assert re.search(rf"rank 1 ends; for \d+ s it was here: {here}", output)
+    # Its connection breaks where rank 1 was the first to see it, and so the first to go.
+    assert re.search(rf"rank 0 ends(; for \d+ s it was here| too): {here}", output)
     assert "time.sleep(600)" in output, "the line where it stands"
     for rank in (0, 1):
         recorded = pickle.loads((run_dir / f"collectives_rank_{rank}").read_bytes())

@@ -23,15 +23,22 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 @pytest.fixture(scope="module")
 def run_dir(run_config: Path) -> Path:
-    launch(
-        run_config,
-        "name=looked-at",
-        "max_steps=6",
-        "tracking.trackers=[wandb,tensorboard]",
-        "tracking.wandb=offline",
-        "schedule.memory_limit_tokens=64",
-        ranks=2,
-    )
+    """A run with a key for a server of wandb where nobody listens (case c52)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WANDB_MODE", raising=False)
+        patch.setenv("WANDB_API_KEY", "0" * 40)
+        patch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+        result = launch(
+            run_config,
+            "name=looked-at",
+            "max_steps=6",
+            "tracking.trackers=[wandb,tensorboard]",
+            "tracking.wandb=auto",
+            "tracking.init_timeout_s=2",
+            "schedule.memory_limit_tokens=64",
+            ranks=2,
+        )
+    assert result.stdout.count("wandb could not start online") == 1, "said by rank 0 alone"
     return Path(yaml.safe_load(run_config.read_text())["output_dir"]) / "looked-at"
 
 
@@ -82,11 +89,13 @@ def test_report_of_an_untrained_run_says_so(tmp_path: Path, run_config: Path) ->
 
 
 def test_wandb_and_tensorboard_wrote_their_files(run_dir: Path) -> None:
+    """Offline, and metrics.jsonl has every step (case c52)."""
     assert list((run_dir / "wandb").glob("offline-run-*"))
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert set(events.Tags()["scalars"]) == {key for row in rows for key in row} - {"step"}
     losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert [step for step, _ in losses] == list(range(6))
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
         (step, pytest.approx(loss, rel=1e-6))
         for step, loss in losses  # kept in float32

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tests.conftest import NUM_SAMPLES
-from tests.end_to_end.test_exactly_once import kill_all, num_lines, start, used_samples
-from tests.launching import launch
+from tests.end_to_end.test_exactly_once import num_steps, start, used_samples
+from tests.launching import kill_all, launch
 
 EPOCHS = 2
 
@@ -68,7 +68,7 @@ def test_a_killed_stream_goes_on_with_another_number_of_ranks(run_config: Path, 
     arguments = ("name=stream-killed", *overrides(stream, "local", 1000))
     process = start(run_config, *arguments, ranks=2, log=run_dir.with_suffix(".log"))
     deadline = time.monotonic() + 90
-    while num_lines(run_dir / "metrics.jsonl") < 3 and process.poll() is None and time.monotonic() < deadline:
+    while num_steps(run_dir / "metrics.jsonl") < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     assert process.poll() is None
     kill_all(process)

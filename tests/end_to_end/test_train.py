@@ -26,7 +26,7 @@ from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.run import build_run
 from adaptiveload.training.schedule import build_schedule
 from tests.conftest import write_dataset
-from tests.launching import ACCELERATE, ROOT, environment, launch, launch_command
+from tests.launching import ACCELERATE, ROOT, environment, kill_all, launch, launch_command
 
 # Ranks and slots change the order of fp32 sums: 1e-7 a step, which AdamW's division by small second moments amplifies.
 LOSS_TOLERANCE = 1e-4
@@ -90,8 +90,7 @@ def killed(run_config: Path, output_dir: Path) -> Path:
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_all(process)
     return run_dir
 
 

@@ -1,4 +1,4 @@
-"""AdaLN as an operator: what PyTorch asks of one, and what it keeps for backward."""
+"""AdaLN as an operator: what PyTorch asks of one (case c48), and what it keeps for backward."""
 
 from functools import partial
 
@@ -20,6 +20,7 @@ def leaves_of(inputs: dict, names, device: str = "cpu") -> tuple[dict, torch.Ten
 
 @pytest.mark.parametrize("names", SITES, ids=lambda names: "+".join(names) or "plain")
 def test_opcheck(names):
+    """Schema, fake tensors, autograd and tracing as PyTorch wants them of an operator (case c48)."""
     leaves, offsets = leaves_of(make_inputs(hidden_size=16), names)
     given = [leaves.get(name) for name in ("x", *ALL)]
     torch.library.opcheck(torch.ops.adaptiveload.adaln.default, (*given, offsets, 1e-6, torch.float32))
@@ -36,7 +37,7 @@ def block(x, y, gate, scale, shift, segment_offsets):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 def test_compiles_into_one_graph(kernels, backend):
-    """Also with another number of tokens and segments; the numbers are those of eager."""
+    """Also with another number of tokens and segments; the numbers are those of eager (case c48)."""
     if backend == "inductor" and kernels.device == "cpu":
         pytest.skip("compiles C++")
     torch._dynamo.reset()

@@ -376,8 +376,8 @@ def test_a_sample_above_the_memory_limit_is_refused_or_runs_alone(policy, caplog
 @pytest.mark.parametrize(
     ("options", "meet", "message"),
     [
-        ({"policy": "fair"}, "slot", r"schedule.policy must be one of .*'fair'"),
-        ({}, "auto", "schedule.meet must be"),
+        ({"policy": "fair"}, "slot", "schedule.policy='fair': use balanced, "),
+        ({}, "auto", "schedule.meet='auto': use slot or step"),
         ({"recompute": "half"}, "slot", "schedule.recompute"),
         ({"samples_per_step": 15}, "slot", r"15 samples a step.*16 ranks.*schedule.samples_per_step"),
         ({"lookahead": "auto"}, "slot", "schedule.lookahead"),

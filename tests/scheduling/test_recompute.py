@@ -45,7 +45,7 @@ def test_the_other_levels_are_for_all_alike():
     tokens = np.array([0, 1, 10**9])
     assert Recompute("none").permille(tokens).tolist() == [0, 0, 0]
     assert Recompute("full").permille(tokens).tolist() == [1000] * 3
-    with pytest.raises(ValueError, match=r"schedule\.recompute must be one of none, full, auto, got 'half'"):
+    with pytest.raises(ValueError, match=r"schedule\.recompute='half': use none, full or auto"):
         Recompute("half")
     with pytest.raises(ValueError, match=r"schedule\.kept_tokens=5 must be less than schedule\.most_tokens=5"):
         Recompute("auto", 5, 5)

@@ -74,6 +74,6 @@ def test_a_slow_rank_lessens_the_work_of_its_group() -> None:
 
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
-    for shard_ranks in (3, -1, 16):
+    for shard_ranks in (3, 16):
         with pytest.raises(ValueError, match=f"schedule.shard_ranks={shard_ranks}: 8 ranks do not divide"):
             policy(shard_ranks)

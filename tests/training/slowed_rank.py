@@ -11,8 +11,9 @@ from adaptiveload.training.run import build_run
 from adaptiveload.training.stop_signals import StopSignals
 from train import train
 
-# In each block of each micro-batch, and before each sample: some times what these take.
-SLEEP_S = 0.01
+# In each block of each micro-batch, and before each sample: some times what these take, and more than ranks lose to
+# each other where they share their cores (some 50 ms a step; with 0.01 in blocks rank 0 was slower in 2 of 20).
+BLOCK_S, SAMPLE_S = 0.04, 0.02
 
 
 def main(config_path: str, folder: str) -> None:
@@ -22,10 +23,10 @@ def main(config_path: str, folder: str) -> None:
         run = build_run(load_config(config_path, [*keys, "evaluation.max_samples=0"]), ranks)
         if ranks.rank == 1 and slow == "work":
             for block in run.model.fsdp_units()[1]:
-                block.ffn.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+                block.ffn.register_forward_pre_hook(lambda *_: time.sleep(BLOCK_S))
         elif ranks.rank == 1:
             read = run.feed.dataset.reader.read
-            run.feed.dataset.reader.read = lambda place, read=read: (time.sleep(SLEEP_S), read(place))[1]
+            run.feed.dataset.reader.read = lambda place, read=read: (time.sleep(SAMPLE_S), read(place))[1]
         said: list[str] = []
         if run.tracker is not None:
             run.tracker.message = said.append

@@ -38,11 +38,14 @@ PARAMETERS = {
 
 # What mixes/mixed.yaml has no place for: frames, height, width and share.
 SMALL_SHAPES = [(1, 96, 128, 0.5), (17, 96, 128, 0.3), (33, 96, 128, 0.2)]
+CLIPS_480P = [(1, 480, 832, 0.2), (33, 480, 832, 0.4), (81, 480, 832, 0.4)]
 OTHER_SHAPES = {
     "quickstart": SMALL_SHAPES,
     "loss_congruence": SMALL_SHAPES,
     "mmdit_tiny": SMALL_SHAPES,
-    "wan_1_3b_lora": [(1, 480, 832, 0.2), (33, 480, 832, 0.4), (81, 480, 832, 0.4)],  # as docs/finetune.md cuts
+    "wan_1_3b_lora": CLIPS_480P,  # as docs/finetune.md cuts
+    "wan_14b": CLIPS_480P,
+    "mmdit_20b": CLIPS_480P,
     "wan2_2_ti2v_5b": [(1, 704, 1280, 0.5), (49, 352, 640, 0.3), (121, 704, 1280, 0.2)],
 }
 
@@ -123,7 +126,9 @@ def test_every_preset_plans_steps_of_a_mix(name: str, tmp_path: Path) -> None:
     if level == "attention":
         assert resolved.kept_tokens < resolved.most_tokens
         assert limit <= resolved.most_tokens
-    assert memory.micro_batch_bytes(limit, 64) < 141e9, "fits in a GPU"
+    assert limit <= memory.max_tokens(141e9), "fits in a GPU, with what allocator and NCCL take"
+    if config.schedule.recompute == "full":
+        assert limit <= 0.7 * memory.max_tokens(141e9), "well below a prior that nothing has measured"
     for policy in POLICIES:
         settings = replace(resolved, policy=policy, seed=0, cost_exponent=1.45, compute_limit_factor=1.0)
         planner = build_policy(settings, table, EndlessOrder(np.arange(len(table)), 0), cost, 8, "slot")

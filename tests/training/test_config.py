@@ -1,10 +1,13 @@
 """Configuration: bad keys and values are refused in words; what was used is saved."""
 
+import math
 import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+from adaptiveload.scheduling.policies import ScheduleConfig
 from adaptiveload.training.config import load_config, save_config
 
 
@@ -25,6 +28,31 @@ from adaptiveload.training.config import load_config, save_config
         ("--seed=3", "write key=value"),
         ("model.frozen=[*.bias]", "perhaps the shell took the quotes away: 'model.frozen="),
         ("data.held_out_share=1.5", "data.held_out_share=1.5"),
+        ("num-workers=2", "unknown key `num-workers`; the nearest key is `data.num_workers`"),
+        ("max_steps=-5", "max_steps=-5 must be at least 1"),
+        ("name=..", "name='..' must be a folder name"),
+        ("seed=-1", "seed=-1 must be at least 0"),
+        ("data.mode=streams", "data.mode='streams': use index or stream; the nearest is stream"),
+        ("cost.gpu=h2000", "cost.gpu='h2000': use auto, h200, h100, a100, l40s or cpu; the nearest is h200"),
+        ("schedule.policy=balancd", "schedule.policy='balancd': use balanced, "),
+        ("schedule.policy=balancd", "the nearest is balanced"),
+        ("schedule.policy=local", "schedule.policy='local' needs data.mode=stream"),
+        ("schedule.meet=slots", "schedule.meet='slots': use auto, slot or step; the nearest is slot"),
+        ("schedule.rank_speed=of", "schedule.rank_speed='of': use auto or off; the nearest is off"),
+        ("schedule.rank_speed=off", "quote it: an unquoted on, off, yes or no is a bool in YAML"),
+        ("schedule.recompute=half", "schedule.recompute='half': use none, full or auto"),
+        ("schedule.lookahead=abc", "schedule.lookahead='abc'"),
+        ("schedule.lookahead=0", "schedule.lookahead='0'"),
+        ("schedule.samples_per_step=-5", "schedule.samples_per_step=-5 must be at least 1"),
+        ("schedule.memory_limit_tokens=0", "schedule.memory_limit_tokens=0 must be at least 1"),
+        ("schedule.max_samples_per_micro_batch=0", "schedule.max_samples_per_micro_batch=0"),
+        ("schedule.slots_per_step=0", "schedule.slots_per_step=0"),
+        ("schedule.shard_ranks=-1", "schedule.shard_ranks=-1"),
+        ("schedule.order_block_size=0", "schedule.order_block_size=0"),
+        ("schedule.kept_tokens=-1", "schedule.kept_tokens=-1"),
+        ("schedule.compute_limit_factor=-1", "schedule.compute_limit_factor=-1.0 must be a positive number"),
+        ("schedule.cost_exponent=.inf", "schedule.cost_exponent=inf"),
+        ("schedule.loss_weight_exponent=.nan", "schedule.loss_weight_exponent=nan"),
         ("optimizer.beta1=1", "optimizer.beta1"),
         ("ema.decay=1", "ema.decay"),
         ("checkpoint.keep=0", "checkpoint.keep"),
@@ -42,8 +70,31 @@ from adaptiveload.training.config import load_config, save_config
     ],
 )
 def test_bad_override_names_key_and_reason(override: str, expected: str) -> None:
+    """Before any model or data is loaded (case c55)."""
     with pytest.raises(ValueError, match=re.escape(expected)):
         load_config(None, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["profile.steps=[1,2]", "profile.ranks=[]"], "profile.ranks=[]"),
+        (["schedule.recompute=auto", "schedule.kept_tokens=9", "schedule.most_tokens=9"], "schedule.kept_tokens=9"),
+        (["data.mode=stream", "data.held_out_share=0"], "schedule.policy='balanced' needs an index"),
+        (["data.mode=stream", "data.held_out_share=0", "schedule.policy=local", "schedule.slots_per_step=0"], "slots"),
+    ],
+)
+def test_values_that_do_not_go_together_are_named(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        load_config(None, overrides)
+
+
+def test_every_number_of_a_schedule_is_checked() -> None:
+    """A new key must get its range too."""
+    for key in fields(ScheduleConfig):
+        if key.type in ("int", "float", int, float) or "None" in str(key.type):
+            with pytest.raises(ValueError, match=rf"schedule\.{key.name}"):
+                replace(ScheduleConfig(), **{key.name: -math.inf}).check()
 
 
 def test_bad_key_in_file_names_the_file(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from adaptiveload.training.config import RunConfig
+from adaptiveload.training.distributed import LaunchError, check_launch
 from adaptiveload.training.launcher_settings import follow_launcher
 from tests.launching import ROOT
 
@@ -117,3 +118,14 @@ def test_precision_compile_and_parallelism(tmp_path: Path) -> None:
     context = fsdp_environment(tmp_path, {}, parallelism_config={**sizes, "parallelism_config_cp_size": 2})
     with pytest.raises(ValueError, match=r"cp_size: 2.*a sample is never spread"):
         follow_launcher(run_with(shard_ranks=4), context, 8)
+
+
+def test_processes_that_know_nothing_of_each_other_are_refused() -> None:
+    """`srun -n 8 python train.py` was eight runs of one rank in one folder."""
+    for key in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        for parent in (["slurmstepd: [7.0]"], ["python", "-m", "scripts.launch", "train.py"]):
+            with pytest.raises(LaunchError, match=f"8 processes were started \\({key}=8\\).*launch.sh.*unset {key}"):
+                check_launch({key: "8"}, parent)
+            # The ranks of a launcher on each of eight nodes, as scripts/slurm/launch.sh starts them.
+            check_launch({key: "8", "WORLD_SIZE": "64"}, parent)
+        check_launch({key: "1"}, ["bash"])

@@ -1,6 +1,8 @@
 """What a run writes into `limits.yaml` and how the next start obeys it; launches are in end_to_end."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import limit_of
 from adaptiveload.training.config import load_config
+from adaptiveload.training.cost import Hardware, device_memory_bytes, resolve_gpu
 from adaptiveload.training.memory_limits import LIMITS_NAME, MemoryLimits, MicroBatchMemoryError, read_records
 from adaptiveload.training.schedule import Schedule, build_schedule, memory_conditions
 from adaptiveload.training.stop_signals import LOWER_LIMIT_EXIT_CODE
@@ -24,7 +27,7 @@ def schedule_of(run_config: Path, records: list[dict], *overrides: str, ranks: i
 def record(run_config: Path, folder: Path, num_samples: int, *overrides: str, rank: int = 1) -> MicroBatchMemoryError:
     """Have the first micro-batch of `rank` with so many samples, or more, run out of memory."""
     schedule = schedule_of(run_config, [], *overrides)
-    conditions = memory_conditions(schedule.config, 2, CPU, schedule.meet)
+    conditions = memory_conditions(schedule.config, 2, Hardware.of(CPU), schedule.meet)
     is_balanced = schedule.settings.policy == "balanced"
     limits = MemoryLimits(folder / LIMITS_NAME, rank, conditions, schedule.settings, can_obey=is_balanced)
 
@@ -61,7 +64,7 @@ def test_the_lowest_recorded_limit_holds_and_the_samples_stay(run_config: Path, 
 
 def test_samples_above_the_lower_limit_run_alone(run_config: Path) -> None:
     """Nothing is known against them; but those above the user's own limit are refused as ever."""
-    conditions = memory_conditions(load_config(run_config), 2, CPU, "step")
+    conditions = memory_conditions(load_config(run_config), 2, Hardware.of(CPU), "step")
     low = {"rank": 0, "step": 3, "num_tokens": 60, "memory_limit_tokens": 51, "keys": [], "shapes": {}}
     schedule = schedule_of(run_config, [low | {"under": conditions}])
     for plan in map(schedule.policy.plan, range(10)):
@@ -114,6 +117,32 @@ def test_where_recompute_is_by_memory_more_is_computed_again_first(run_config: P
     before = schedule_of(run_config, [], *auto)
     shares = [schedule.policy.assembler.recompute.permille([128])[0] for schedule in (before, after)]
     assert 0 < shares[0] < shares[1] < 1000
+
+
+def test_unequal_devices_make_one_plan_and_one_record(run_config: Path, capsys: pytest.CaptureFixture) -> None:
+    """Limits follow from memory, records hold for a device by name: ranks on two kinds of node would not agree."""
+    kinds = [("NVIDIA H100 NVL", 94_000_000_000), ("NVIDIA H100 80GB HBM3", 80_000_000_000)]
+
+    def agreed(rank: int, least: float = 0.0) -> Hardware:
+        told = SimpleNamespace(is_main=rank == 0, device=CPU)
+        told.gather_objects = lambda mine: [(name, max(size, least)) for name, size in kinds]
+        return Hardware.of_all(told)
+
+    found = [agreed(rank) for rank in (0, 1)]
+    assert capsys.readouterr().out.count("ranks differ: 1 of NVIDIA H100 NVL, 94.0 GB; 1 of NVIDIA H100 80GB") == 1
+    assert found[0] == found[1]
+    assert (found[0].name, found[0].memory_bytes) == ("NVIDIA H100 NVL", 80_000_000_000)
+    config = load_config(run_config, ["cost.gpu=a100", "schedule.memory_limit_tokens=null"])
+    gpu = [replace(each, device=torch.device("cuda")) for each in (found[1], agreed(1, 94e9))]
+    assert resolve_gpu(config.cost, gpu[0]) == "a100"
+    assert device_memory_bytes("a100", gpu[0]) == 80_000_000_000
+    assert memory_conditions(config, 2, gpu[0], "step")["device"] == "NVIDIA H100 NVL"
+
+    # On CPU hosts it decides over the limit.
+    config = load_config(run_config, ["schedule.memory_limit_tokens=null"])
+    small, large = (Hardware(CPU, "cpu", size) for size in (2**30, 2**40))
+    limits = [limit_of(build_schedule(config, 2, CPU, None, (), each).settings) for each in (small, large)]
+    assert limits[0] < limits[1]
 
 
 def test_a_file_that_was_torn_is_refused_by_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from adaptiveload.scheduling.flops import WAN_1_3B
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.samples import SampleTable
 from adaptiveload.scheduling.shapes import LatentGeometry
-from adaptiveload.training.metrics import StepMeasurement, schedule_record, step_metrics
+from adaptiveload.training.metrics import StepMeasurement, peak_flops, schedule_record, step_metrics
 
 TABLE = SampleTable.from_columns(
     np.array(["a", "b", "c"]),
@@ -76,6 +76,27 @@ def test_step_metrics_by_hand() -> None:
 
 def test_mfu_is_only_given_for_known_devices() -> None:
     assert "perf/mfu" not in step_metrics(PLAN, MEASURED, TABLE, WAN_1_3B, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("device_name", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("h200", 989),
+    ],
+)
+def test_peak_is_that_of_the_very_card(device_name: str, tflops: int) -> None:
+    """Those with other clocks once had the peak of the fastest, and too low an MFU."""
+    assert peak_flops(device_name) == tflops * 1e12
+
+
+def test_peak_of_part_of_a_card_is_not_known() -> None:
+    assert peak_flops("NVIDIA H200 MIG 3g.71gb") is None
 
 
 def test_schedule_record_names_shapes_of_each_micro_batch() -> None:

@@ -18,6 +18,7 @@ from adaptiveload.scheduling.local import pack_local
 from adaptiveload.scheduling.policies import ScheduleConfig
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.training.config import load_config
+from adaptiveload.training.cost import Hardware
 from adaptiveload.training.feed import DataConfig
 from adaptiveload.training.schedule import build_stream_schedule
 from adaptiveload.training.stream import check_stream_config
@@ -226,7 +227,7 @@ def test_what_needs_an_index_is_refused(data: dict[str, Any], schedule: dict[str
 
 def test_a_stream_knows_where_recompute_begins(run_config: Path) -> None:
     keys = ["data.mode=stream", "data.held_out_share=0", "schedule.policy=local", "schedule.recompute=auto"]
-    schedule = build_stream_schedule(load_config(run_config, keys), 4, torch.device("cpu")).config.schedule
+    schedule = build_stream_schedule(load_config(run_config, keys), 4, Hardware.of(torch.device("cpu"))).config.schedule
     assert 128 < schedule.kept_tokens < schedule.most_tokens
     assert (schedule.memory_limit_tokens, schedule.text_memory_tokens) == (128, 0)
     assert schedule.recompute_text_tokens > 0

@@ -1,6 +1,7 @@
 """Figures reach metrics.jsonl whatever the trackers do, and a resumed run does not log a step twice."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from adaptiveload.training.config import RunConfig
+from adaptiveload.training.stragglers import straggler_line
 from adaptiveload.training.tracker import Tracker, TrackingConfig
 from tests.launching import ROOT, environment
 
+KEY = "0" * 40
 STOPPED_SERVICE = """
 import signal, sys, time
 from pathlib import Path
@@ -94,6 +97,8 @@ def records_of(path: Path) -> list[wandb_internal_pb2.Record]:
             position += left
             continue
         _, size, kind = struct.unpack("<IHB", data[position : position + 7])
+        if position + 7 + size > len(data):  # still being written
+            break
         record = (b"" if kind in (1, 2) else record) + data[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # whole, or the last part
@@ -101,12 +106,16 @@ def records_of(path: Path) -> list[wandb_internal_pb2.Record]:
     return records
 
 
-def test_without_a_key_wandb_is_offline_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key_wandb_is_offline_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Case c52, as are the next tests, those of test_wandb_mode.py and a launch in end_to_end/test_looking.py."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no netrc
+    monkeypatch.setenv("NETRC", "/nonexistent")
     log_steps(tmp_path / "run", range(3), TrackingConfig())
     assert steps_in(tmp_path / "run" / "metrics.jsonl") == [0, 1, 2]
+    assert "wandb has no key" in capsys.readouterr().out
     (first,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     assert wandb_steps(first, 3) == [0, 1, 2]
     time.sleep(1.1)  # wandb names folders by the second
@@ -170,7 +179,8 @@ class _WandbAnswers(BaseHTTPRequestHandler):
 def test_wandb_that_does_not_answer_leaves_an_offline_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listens: bool
 ) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", WandbServer(goes_on=False).url if listens else "http://127.0.0.1:9")
     started = time.monotonic()
     tracker = Tracker(tmp_path / "run", TrackingConfig(init_timeout_s=2, group="both"), RunConfig(), 0, 2)
@@ -232,6 +242,21 @@ def test_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     log_steps(tmp_path, range(3, 6), config)
     assert steps_in(tmp_path / "metrics.jsonl") == list(range(6))
     assert steps_in(tmp_path / "schedule.jsonl") == list(range(6))
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(64, [0, 1, 2, 3, 4]), (65, [0, 3])])
+def test_many_ranks_have_figures_of_their_own_every_so_many_steps(
+    tmp_path: Path, num_ranks: int, expected: list[int]
+) -> None:
+    """1,000 of them would be 100 KB a step."""
+    tracker = Tracker(tmp_path, TrackingConfig(wandb="disabled", schedule_every_steps=3), RunConfig(), 0, 5)
+    for step in range(5):
+        tracker.log(step, {"train/loss": 1.0, **{f"rank/{rank:03d}/busy_s": 1.0 for rank in range(num_ranks)}})
+    tracker.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all("train/loss" in row for row in rows)
+    assert [row["step"] for row in rows if "rank/000/busy_s" in row] == expected
+    assert f"over the last {len(expected)} steps" in straggler_line(rows, [])
 
 
 def test_figures_that_are_not_finite_stay_valid_json(tmp_path: Path) -> None:
@@ -302,6 +327,20 @@ def test_tracker_that_fails_on_the_way_is_left_out(tmp_path: Path, capsys: pytes
     tracker.close()
     assert steps_in(tmp_path / "metrics.jsonl") == [0, 1]
     assert "tensorboard failed: " in capsys.readouterr().out
+
+
+def test_full_disk_leaves_no_tracker_unfinished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file's end fails as its lines did; that once left TensorBoard's figures in memory."""
+    tracker = Tracker(tmp_path, TrackingConfig(trackers=["tensorboard"]), RunConfig(), 0, 3)
+    tracker.log(0, {"train/loss": 1.0})
+    tracker._metrics.close()
+    tracker._metrics = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1)
+    with pytest.raises(OSError, match="No space left"):
+        tracker.log(1, {"train/loss": 1.0})
+    tracker.close()
+    assert tensorboard_steps(tmp_path, "train/loss") == [0]
+    assert tracker._schedule.closed
+    assert "metrics.jsonl is not whole: OSError(28" in capsys.readouterr().err
 
 
 def test_unknown_and_missing_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ def test_a_dead_worker_is_noticed_long_before_the_time_limit(dataset: Any) -> No
 
 
 _RESET = "[pair.cc:553] Connection closed by peer [127.0.0.1]:57549. This is typically caused by a remote worker"
+_WRITE = "[pair.cc:401] writev [127.0.0.1]:57549: Broken pipe"
 _REMOTE = "NCCL error: remote process exited or there was a network error, NCCL version 2.28"
 
 
@@ -104,7 +105,9 @@ _REMOTE = "NCCL error: remote process exited or there was a network error, NCCL 
         ),
         (RuntimeError("DataLoader timed out after 5 seconds"), "a data worker hangs"),
         (RuntimeError(_RESET), "the connection to another rank broke"),
+        (RuntimeError(_WRITE), "the connection to another rank broke"),
         (RuntimeError(_REMOTE), "the connection to another rank broke"),
+        (BrokenPipeError(32, "Broken pipe"), None),
         (ConnectionResetError(104, "Connection reset by peer"), None),  # of a library, to its server
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     ],
