@@ -227,7 +227,8 @@ def media_clip(media: Mapping[str, RawItem], wanted: Wanted) -> Strips:
 
 def _minutes(run_dir: Path) -> float:
     path = run_dir / "metrics.jsonl"
-    rows = map(json.loads, path.read_text().splitlines() if path.is_file() else [])
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    rows = map(json.loads, (line for line in lines if line.endswith("\n")))  # the last may be cut off or half written
     return sum(row.get("perf/step_s", 0) for row in rows) / 60
 
 
