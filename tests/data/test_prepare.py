@@ -141,7 +141,10 @@ def test_a_failure_keeps_what_was_there_and_can_go_on(media, tmp_path):
 def test_no_sample_at_all_is_an_error_with_reasons(media, tmp_path):
     with pytest.raises(ValueError, match=r"no input gave a sample \(7 skipped\)"):
         run([media], tmp_path / "out", CutConfig(shapes=(Shape(33, 48, 64),)))
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "junk.tar").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=r"\(0 skipped\)\n +junk\.tar: .*; 0 whole samples"):
+        run([tmp_path / "junk.tar"], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["junk.tar"]
 
 
 def test_a_cut_clip_is_used_and_named(tmp_path):
