@@ -58,6 +58,12 @@ class Points:
         batch, length = self.batch_size.astype(np.float64), self.seq_len.astype(np.float64)
         return np.stack([np.ones_like(batch), batch, batch * length, batch * length * length], 1)
 
+    @property
+    def correlations(self) -> tuple[float, float]:
+        """Pearson R of the seconds with the tokens of a micro-batch, and with the sum of its squared lengths."""
+        tokens, squares = (float(np.corrcoef(self.seconds, self.columns[:, i])[0, 1]) for i in (2, 3))
+        return tokens, squares
+
     def take(self, mask: NDArray[np.bool_]) -> "Points":
         """The points where `mask` is true."""
         picked = {name: getattr(self, name)[mask] for name in ("batch_size", "seq_len", "seconds", "spread")}

@@ -1,11 +1,11 @@
 """HSDP: every group of ranks holds a whole copy of the model and gathers it among itself.
 
 Within a group ranks wait for each other in every slot; groups only wait for each other when they add up their
-gradients, after the last slot. So the samples of a step are split over the groups by cost, and each group is planned
-apart.
+gradients, after the last slot. A step is planned as if all ranks met in every slot: then those of any group do. What is
+left to choose is which micro-batches of a slot share a group.
 """
 
-import numpy as np
+from collections.abc import Sequence
 
 from adaptiveload.scheduling.bins import IntArray
 from adaptiveload.scheduling.planner import plan_step
@@ -21,58 +21,51 @@ def plan_replicas(
     slot_overhead_us: int,
     speed_permille: IntArray | None,
 ) -> list[list[list[int] | None]]:
-    """`slots` as those of `plan_step` where ranks meet at every slot, for `replicas` groups of consecutive ranks.
-
-    A rank has `None` where another group has more slots than its own.
+    """`slots` as those of `plan_step`, for `replicas` groups of consecutive ranks; none takes longer than of one group.
 
     Args:
-        cost: Of the samples of the step, at least as many as there are groups.
+        cost: Of the samples of the step.
         mem: Of the same samples.
         ranks: A multiple of `replicas`.
         replicas: Groups.
         mem_cap: As for `plan_step`.
         slot_overhead_us: As for `plan_step`.
-        speed_permille: As for `plan_step`; a group gets work by the sum of its ranks' speeds.
+        speed_permille: As for `plan_step`.
     """
-    size = ranks // replicas
-    speeds = np.full(ranks, 1000, np.int64) if speed_permille is None else speed_permille
-    groups: list[list[list[list[int] | None]]] = []
-    for number, samples in enumerate(split_by_cost(cost, speeds.reshape(replicas, size).sum(1))):
-        if not len(samples):  # a group that is very slow
-            groups.append([[[] for _ in range(size)]])
-            continue
-        plan = plan_step(
-            cost[samples],
-            mem[samples],
-            size,
-            mem_cap,
-            meet="slot",
-            slot_overhead_us=slot_overhead_us,
-            speed_permille=None if speed_permille is None else speeds[number * size : (number + 1) * size],
-        )
-        names = samples.tolist()
-        groups.append([[[names[i] for i in bin_ or ()] for bin_ in slot] for slot in plan.slots])
-    absent: list[list[int] | None] = [None] * size
-    return [
-        [bin_ for group in groups for bin_ in (group[g] if g < len(group) else absent)]
-        for g in range(max(len(group) for group in groups))
-    ]
+    slots = plan_step(
+        cost,
+        mem,
+        ranks,
+        mem_cap,
+        # A rank that shares its copy with none waits for none.
+        meet="step" if replicas == ranks else "slot",
+        slot_overhead_us=slot_overhead_us,
+        speed_permille=speed_permille,
+    ).slots
+    # What was planned for a rank's speed stays there.
+    return slots if replicas == ranks or speed_permille is not None else deal_to_groups(slots, cost, replicas)
 
 
-def split_by_cost(cost: IntArray, speed: IntArray) -> list[IntArray]:
-    """Ascending indices of the samples of each part: dearest first to the part that would then be done soonest.
+def deal_to_groups(
+    slots: Sequence[Sequence[list[int] | None]], cost: IntArray, replicas: int
+) -> list[list[list[int] | None]]:
+    """The same micro-batches in each slot: those of like cost share a group, the dearest go where most time is left.
 
     Args:
-        cost: int64 [n], positive.
-        speed: int64 [parts], how fast each part works.
+        slots: Of ranks of equal speed.
+        cost: int64 [n], of the samples.
+        replicas: Groups.
     """
-    speeds: list[int] = speed.tolist()
-    unit, loads = max(speeds), [0] * len(speeds)
-    members: list[list[int]] = [[] for _ in speeds]
     costs: list[int] = cost.tolist()
-    for sample in np.argsort(-cost, kind="stable").tolist():
-        ends = [(load + costs[sample]) * unit // each for load, each in zip(loads, speeds, strict=True)]
-        part = ends.index(min(ends))
-        loads[part] += costs[sample]
-        members[part].append(sample)
-    return [np.array(sorted(part), np.int64) for part in members]
+    size = len(slots[0]) // replicas
+    dealt, totals = list[list[list[int] | None]](), [0] * replicas
+    for slot in slots:
+        loads = [sum(costs[sample] for sample in bin_ or ()) for bin_ in slot]
+        falling = sorted(range(len(slot)), key=lambda bin_number: -loads[bin_number])
+        row: list[list[int] | None] = [None] * len(slot)
+        for place, group in enumerate(sorted(range(replicas), key=totals.__getitem__)):
+            bins = falling[place * size : (place + 1) * size]
+            row[group * size : (group + 1) * size] = [slot[bin_number] for bin_number in bins]
+            totals[group] += loads[bins[0]]
+        dealt.append(row)
+    return dealt

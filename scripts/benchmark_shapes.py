@@ -32,6 +32,7 @@ from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import Hardware, device_memory_bytes, model_dims, provenance, resolve_gpu
 from adaptiveload.training.distributed import Ranks, clip_gradients, finish_ranks, reshard, start_ranks
+from adaptiveload.training.ema import Ema
 from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.live_step import build_model, run_micro_batch
 from adaptiveload.training.schedule import model_geometry, resolve_meet
@@ -145,7 +146,7 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: f
     gpu, geometry = resolve_gpu(config.cost, hardware), model_geometry(config.model)
     meet = resolve_meet(config, gpu, hardware)
     about = provenance(config, gpu, hardware, meet, ranks.world_size)
-    about["gpu_memory_bytes"] = device_memory_bytes(gpu, hardware)
+    about |= {"gpu_memory_bytes": device_memory_bytes(gpu, hardware), "averages": True}
     say(ranks, ranks.describe())
     if ranks.device.type != "cuda":
         say(ranks, "no GPU: memory cannot be measured and its columns stay empty; this wants a GPU")
@@ -153,6 +154,7 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: f
     # "auto" plans with what was measured without recompute.
     levels = options.recompute or [config.schedule.recompute.replace("auto", "none")]
     model, timer, optimizer = build_model(config, ranks)
+    ema = Ema(model, config.ema)  # as in training, its memory counts
     allocate_moments(optimizer)
     end = started + options.budget_minutes * 60
     for number, level in enumerate(levels):
@@ -164,7 +166,7 @@ def run(options: argparse.Namespace, config: RunConfig, ranks: Ranks, started: f
         if len(todo) < len(points):
             say(ranks, f"{options.output}: {len(points) - len(todo)} points are there already")
         share = (end - time.monotonic()) / (len(levels) - number)
-        measure_all(scan, todo, level, time.monotonic() + share, options, about, model, timer, optimizer)
+        measure_all(scan, todo, level, time.monotonic() + share, options, about, model, timer, optimizer, ema)
     if not rows:
         raise ValueError("the budget was too small for a single point")
     print_correlation(ranks, rows)
@@ -290,7 +292,7 @@ def measure(scan: Scan, point: Point, level: str, repeats: int, *parts: Any) -> 
     All runs are micro-batches of one optimizer step, as in training: the gradients of the first are there while the
     later ones run, so the peak is that of a step, and what a step costs besides is paid once.
     """
-    model, timer, optimizer = parts
+    model, timer, optimizer, ema = parts
     ranks, on_gpu = scan.ranks, scan.ranks.device.type == "cuda"
     batch = synthetic_batch([point.shape] * point.batch_size, scan.geometry, scan.config.model, ranks.device)
     if on_gpu:
@@ -305,6 +307,7 @@ def measure(scan: Scan, point: Point, level: str, repeats: int, *parts: Any) -> 
     reshard(model)
     clip_gradients(optimizer, scan.config.optimizer.max_grad_norm)
     optimizer.step()
+    ema.update(0)
     optimizer.zero_grad(set_to_none=True)
     busy_s = timer.busy_s()
     step_s = time.perf_counter() - began
@@ -369,14 +372,15 @@ def read_rows(path: Path, about: dict[str, object]) -> list[dict[str, Any]]:
 
 
 def print_correlation(ranks: Ranks, rows: list[dict[str, Any]]) -> None:
-    """Pearson R of busy time with tokens and with S^2, and how far repeats spread."""
-    points = points_of(*([row[name] for row in rows] for name in ("batch_size", "seq_len", "repeat", "busy_s")))
-    if len(points) < 3:
-        return
-    tokens, squares = points.columns[:, 2], points.seq_len.astype(np.float64) ** 2
-    with_tokens, with_squares = (float(np.corrcoef(points.seconds, column)[0, 1]) for column in (tokens, squares))
-    say(ranks, f"Pearson R of busy time with tokens {with_tokens:.2f}, with S^2 {with_squares:.2f}")
-    say(ranks, f"spread of repeats: median {np.median(points.spread):.2%}, most {points.spread.max():.2%}")
+    """Pearson R of busy time with tokens and S^2 (docs/measuring.md), and the spread of repeats, by recompute level."""
+    for level in dict.fromkeys(row["recompute"] for row in rows):
+        of_level = [row for row in rows if row["recompute"] == level]
+        points = points_of(*([row[name] for row in of_level] for name in ("batch_size", "seq_len", "repeat", "busy_s")))
+        if len(points) < 3:
+            continue
+        tokens, squares = points.correlations
+        say(ranks, f"recompute {level}: Pearson R of busy time with tokens {tokens:.2f}, with S^2 {squares:.2f}")
+        say(ranks, f"  spread of repeats: median {np.median(points.spread):.2%}, most {points.spread.max():.2%}")
 
 
 def say(ranks: Ranks, text: str) -> None:

@@ -119,10 +119,7 @@ def fit_all(columns: dict[str, Any], provenance: dict[str, Any], args: argparse.
         f"{points.num_rows} rows, {len(points)} points of {len(np.unique(points.seq_len))} lengths; "
         f"{points.num_first} first runs dropped, {points.num_outliers} outliers thrown out"
     )
-    tokens = points.columns[:, 2]
-    correlation = [
-        float(np.corrcoef(points.seconds, column)[0, 1]) for column in (tokens, points.seq_len.astype(float) ** 2)
-    ]
+    correlation = points.correlations
     print(f"Pearson R of time with tokens {correlation[0]:.2f}, with S^2 {correlation[1]:.2f} (the paper: .35 and .92)")
     two_term, power = fit_two_term(points), fit_power(points)
     floor_s = two_term.cost.launch_floor_us / 1e6 or float(points.seconds.min())
@@ -133,7 +130,7 @@ def fit_all(columns: dict[str, Any], provenance: dict[str, Any], args: argparse.
         "num_first_dropped": points.num_first,
         "num_outliers": points.num_outliers,
         "pearson_r_tokens": round(correlation[0], 3),
-        "pearson_r_seq_len_squared": round(correlation[1], 3),
+        "pearson_r_squares": round(correlation[1], 3),
         "two_term": describe_law(points, two_term.cost, above, lambda p: fit_two_term(p).cost),
         "power": describe_law(points, power.cost, above, lambda p: fit_power(p).cost),
     }
@@ -145,7 +142,7 @@ def fit_all(columns: dict[str, Any], provenance: dict[str, Any], args: argparse.
         for note in notes:
             print(f"           note: {note}")
         summary[name]["notes"] = list(notes)
-    memory = fit_memory_model(columns, summary)
+    memory = fit_memory_model(columns, provenance, summary)
     print_curve(points, two_term.cost, power.cost, memory, provenance, summary, args)
     layout = {**provenance.get("layout", {})}
     if columns["recompute"] is not None:
@@ -173,7 +170,9 @@ def describe_law(points: Points, cost: TwoTermCost | PowerCost, above: np.ndarra
     }
 
 
-def fit_memory_model(columns: dict[str, Any], summary: dict[str, Any]) -> MemoryModel | None:
+def fit_memory_model(
+    columns: dict[str, Any], provenance: dict[str, Any], summary: dict[str, Any]
+) -> MemoryModel | None:
     """Memory model of reserved bytes, if they were measured; its held-out error by length."""
     reserved = columns.get("reserved_bytes")
     if reserved is None or not (known := np.isfinite(reserved) & (reserved > 0)).any():
@@ -208,6 +207,9 @@ def fit_memory_model(columns: dict[str, Any], summary: dict[str, Any]) -> Memory
         f"   memory: {model.static_bytes / 2**30:.2f} GiB + {model.token_bytes / 1e3:.1f} KB a token + "
         f"{model.sample_bytes / 1e6:.2f} MB a sample, {summary['memory']}"
     )
+    if provenance and not provenance.get("averages"):
+        print("   note: measured without averages (ema), 4 bytes a trained parameter over the ranks: set")
+        print("   schedule.memory_limit_tokens below what follows from it, or scan again")
     return model
 
 

@@ -52,7 +52,7 @@ class Adaptation:
     ) -> None:
         self.config, self.schedule, self.law, self.ranks = config, schedule, law, ranks
         self.plans_ahead = plans_ahead
-        self.online = OnlineFit(np.unique(schedule.table.computed_tokens()))
+        self.online = OnlineFit(np.unique(schedule.table.computed_tokens()), ranks.world_size)
         self.speed = np.ones(ranks.world_size)
         self._slow_refits = np.zeros(ranks.world_size, np.int64)
         self._told = law
@@ -97,6 +97,7 @@ class Adaptation:
             "updates": [update.to_json() for update in self.schedule.history.updates],
             "law": vars(self.law),
             "speed": self.speed.tolist(),
+            "slow_refits": self._slow_refits.tolist(),
             "observations": self.online.state(),
         }
 
@@ -104,11 +105,12 @@ class Adaptation:
         """Go on from `state`. Its updates are the schedule's already, see `build_schedule`."""
         if set(state["law"]) == set(vars(self.law)):
             self.law = self._told = type(self.law)(**state["law"])
+        if len(state["speed"]) != len(self.speed):
+            return  # other ranks: what the old ones measured says nothing of who is slow
         self.online.load(state["observations"])
-        if len(state["speed"]) == len(self.speed):
-            self.speed = np.array(state["speed"])
-        else:  # other ranks: what the old ones measured says nothing of who is slow
-            self.online.observations.clear()
+        self.speed = np.array(state["speed"])
+        # Older checkpoints lack it; a rank that was slow stays so if the next refit finds it slow.
+        self._slow_refits = np.array(state.get("slow_refits", np.where(self.speed < 1, PERSISTENT, 0)))
 
     def _observe(self, plan: StepPlan, busy_s: np.ndarray) -> None:
         tokens = self.schedule.table.computed_tokens(plan.sample_ids)
@@ -158,7 +160,7 @@ class Adaptation:
 
     def _update_speed(self, law: TwoTermCost | PowerCost) -> list[str]:
         """Speeds of the ranks that have been slow for some refits, or are no more; what to say of the change."""
-        measured = self.online.speeds(law, self.ranks.world_size)
+        measured = self.online.speeds(law)
         self._slow_refits = np.where(measured < 1, self._slow_refits + 1, 0)
         speed = np.where(self._slow_refits >= PERSISTENT, measured, 1.0)
         moved = np.abs(speed - self.speed) > self.config.tolerance

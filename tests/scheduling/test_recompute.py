@@ -121,7 +121,7 @@ def test_prices_of_computing_again():
 def test_refits_take_out_what_was_computed_again():
     rng = np.random.default_rng(0)
     lengths = np.array([256, 1560, 7800, 32_760])
-    fit = OnlineFit(lengths)
+    fit = OnlineFit(lengths, 1)
     truth = TwoTermCost(0, 30_000, 500, 12, 0.001)
     for _ in range(200):
         counts = {int(s): int(rng.integers(1, 4)) for s in rng.choice(lengths, 2, replace=False)}
@@ -132,7 +132,7 @@ def test_refits_take_out_what_was_computed_again():
     found = fit.refit(replace(truth, b1_us=20, b2_us=0.002), np.ones(1))
     assert found.b1_us == pytest.approx(12, rel=0.03)
     assert found.b2_us == pytest.approx(0.001, rel=0.03)
-    other = OnlineFit(lengths)
+    other = OnlineFit(lengths, 1)
     other.load(fit.state())
     assert other.observations == fit.observations
 
