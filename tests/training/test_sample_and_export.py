@@ -75,14 +75,14 @@ def copy(run_dir: Path, dataset: Path, tmp_path: Path) -> Path:
     """The run and its data set, to be damaged: folders `run` and `data`."""
     shutil.copytree(dataset, tmp_path / "data")
     shutil.copytree(run_dir, tmp_path / "run")
-    set_data(tmp_path, path=str(tmp_path / "data"))
+    set_keys(tmp_path, "data", path=str(tmp_path / "data"))
     return tmp_path
 
 
-def set_data(copy: Path, **values: str) -> None:
+def set_keys(copy: Path, section: str, **values: str) -> None:
     path = copy / "run" / "config.yaml"
     config = yaml.safe_load(path.read_text())
-    config["data"] |= values
+    config[section] |= values
     path.write_text(yaml.safe_dump(config))
 
 
@@ -119,7 +119,8 @@ def test_samples_that_cannot_be_read(copy: Path, ranks: Ranks) -> None:
 
 
 def test_a_stream_without_an_index_cannot_be_sampled(copy: Path, ranks: Ranks) -> None:
-    set_data(copy, mode="stream")
+    set_keys(copy, "data", mode="stream")
+    set_keys(copy, "schedule", policy="local")
     sample(options_of(copy, "--num-samples", "1"), ranks)  # there is one all the same
     (copy / "data" / "index.parquet").unlink()
     with pytest.raises(ValueError, match=r"index\.parquet is missing.*data\.mode=stream.*scripts\.index_shards"):
