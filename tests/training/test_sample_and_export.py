@@ -79,7 +79,7 @@ def copy(run_dir: Path, dataset: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def set_keys(copy: Path, section: str, **values: str) -> None:
+def set_keys(copy: Path, section: str, **values: object) -> None:
     path = copy / "run" / "config.yaml"
     config = yaml.safe_load(path.read_text())
     config[section] |= values
@@ -119,7 +119,7 @@ def test_samples_that_cannot_be_read(copy: Path, ranks: Ranks) -> None:
 
 
 def test_a_stream_without_an_index_cannot_be_sampled(copy: Path, ranks: Ranks) -> None:
-    set_keys(copy, "data", mode="stream")
+    set_keys(copy, "data", mode="stream", held_out_share=0)
     set_keys(copy, "schedule", policy="local")
     sample(options_of(copy, "--num-samples", "1"), ranks)  # there is one all the same
     (copy / "data" / "index.parquet").unlink()
