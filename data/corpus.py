@@ -7,6 +7,7 @@ repeats a seeded choice of its samples once more than the others.
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
@@ -30,10 +31,11 @@ class SourceConfig:
         path: Folder or URL of the dataset.
         weight: Share of the draws, relative to the other sources; all sources have one or none has.
         repeats: How often each sample comes in an epoch; not together with `weight`.
-        min_frames, max_frames: Samples with fewer or more pixel frames are left out.
+        min_frames, max_frames: Samples with fewer or more pixel frames are left out; null is no limit.
         min_side: Samples whose shorter side has fewer pixels are left out.
-        max_pixels: Samples of a larger height * width are left out.
-        prefix_frames: A longer clip serves its first frames as samples of these lengths too.
+        max_pixels: Samples of a larger height * width are left out; null is no limit.
+        prefix_frames: A longer clip serves its first frames as samples of these lengths too, also one that is longer
+            than `max_frames`; the lengths themselves lie within `min_frames` and `max_frames`.
         captions: Probability of each caption by name, for samples that have several; "caption" is the first one.
             Relative to the captions that a sample has; empty takes the first one always.
     """
@@ -63,10 +65,25 @@ class SourceConfig:
             self.captions and not sum(self.captions.values()) > 0
         ):
             raise ValueError(f"{name}: captions={self.captions} must be probabilities, not all 0")
+        self._check_limits(name)
+
+    def _check_limits(self, name: str) -> None:
+        for key, least in (("min_frames", 1), ("max_frames", 1), ("min_side", 0), ("max_pixels", 1)):
+            limit = getattr(self, key)
+            if limit is not None and limit < least:
+                none = " (leave it out for no limit)" if key.startswith("max") else ""
+                raise ValueError(f"{name}: {key}={limit} must be at least {least}{none}")
+        longest = _or_inf(self.max_frames)
+        if longest < self.min_frames:
+            raise ValueError(f"{name}: max_frames={longest} is below min_frames={self.min_frames}")
         geometry = LatentGeometry()
         for frames in self.prefix_frames:
             if frames < 1 or (frames - 1) % geometry.temporal_stride:
                 raise ValueError(f"{name}: prefix_frames={frames} is not {geometry.temporal_stride}k+1")
+            if frames < self.min_frames:
+                raise ValueError(f"{name}: prefix_frames={frames} is below min_frames={self.min_frames}")
+            if frames > longest:
+                raise ValueError(f"{name}: prefix_frames={frames} is above max_frames={longest}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,10 +218,10 @@ def _served(source: SourceConfig, index: ShardIndex) -> tuple[np.ndarray, np.nda
     """Rows of the index that are served, the frames of each, and what is left out."""
     frames, side = index.frames, np.minimum(index.heights, index.widths)
     pixels = index.heights.astype(np.int64) * index.widths
-    too_small, too_large = side < source.min_side, pixels > (source.max_pixels or np.inf)
+    too_small, too_large = side < source.min_side, pixels > _or_inf(source.max_pixels)
     limits = {
         f"fewer than {source.min_frames} frames (min_frames)": frames < source.min_frames,
-        f"more than {source.max_frames} frames (max_frames)": frames > (source.max_frames or np.inf),
+        f"more than {source.max_frames} frames (max_frames)": frames > _or_inf(source.max_frames),
         f"a side below {source.min_side} pixels (min_side)": too_small,
         f"more than {source.max_pixels} pixels (max_pixels)": too_large,
     }
@@ -220,6 +237,10 @@ def _served(source: SourceConfig, index: ShardIndex) -> tuple[np.ndarray, np.nda
     if not len(order):
         raise ValueError(f"{source.path}: no sample is left: {'; '.join(left_out) or 'the index is empty'}")
     return np.concatenate(rows)[order], np.concatenate(served)[order], left_out
+
+
+def _or_inf(limit: int | None) -> float:
+    return math.inf if limit is None else limit
 
 
 def _rows(column: StringColumn, rows: np.ndarray) -> StringColumn:

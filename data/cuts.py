@@ -96,11 +96,15 @@ class CutConfig:
         """Configuration from a YAML file, `shapes` (such as "1,64,64;17,64,96") in place of the file's.
 
         Raises:
-            ValueError: If a key is unknown, a value has the wrong type or range, or no shapes are given.
+            ValueError: If the file cannot be read, a key is unknown, a value has the wrong type or range, or no shapes
+                are given.
         """
         values: dict[str, Any] = {}
-        if path is not None:
-            values = yaml.safe_load(path.read_text()) or {}
+        try:
+            if path is not None:
+                values = yaml.safe_load(path.read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"{path} (rules for cutting) cannot be read: {error}") from error
         types = {field.name: field.type for field in fields(cls) if field.name != "geometry"}
         if not isinstance(values, dict) or values.keys() - types.keys():
             unknown = sorted(values.keys() - types.keys()) if isinstance(values, dict) else type(values).__name__

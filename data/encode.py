@@ -197,6 +197,7 @@ class _BatchEncoder:
         """Drop the clips of an item that turned out to be unusable."""
         result.samples.clear()
         for batch in self._waiting.values():
+            self._num_bytes -= sum(frames.nbytes for owner, _, frames in batch if owner is result)
             batch[:] = [entry for entry in batch if entry[0] is not result]
 
     def is_waiting(self, result: ItemResult) -> bool:

@@ -161,10 +161,13 @@ class ShardIndex:
             table = pq.read_table(source, columns=_SCHEMA.names, read_dictionary=["source", "shard"])
             columns = [_column(table[field.name], field.type) for field in _SCHEMA]
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise ValueError(f"{storage.path(INDEX_NAME)} is damaged: {error}") from error
+            raise ValueError(
+                f"{storage.path(INDEX_NAME)} is damaged: {error}; `python -m scripts.index_shards` makes it again"
+            ) from error
         if table.num_rows != info.num_samples:
             raise ValueError(
-                f"{dataset_dir}: {INDEX_NAME} has {table.num_rows} rows, {INFO_NAME} says {info.num_samples}"
+                f"{dataset_dir}: {INDEX_NAME} has {table.num_rows} rows, {INFO_NAME} says {info.num_samples}; "
+                "`python -m scripts.index_shards` makes both again"
             )
         return cls(storage.root, info, *columns)
 
@@ -242,18 +245,21 @@ class ShardIndex:
 
 
 def write_index(index: ShardIndex) -> None:
-    """Write `index.parquet` and `dataset.json` into the local folder `index.root`, each whole or not at all."""
+    """Write `index.parquet` and `dataset.json` into the local folder `index.root`, each whole or not at all.
+
+    Ended between the two, the folder has no `dataset.json`: never one that belongs to another index.
+    """
     root = Path(index.root)
     strings = [column.array for column in (index.keys, index.sources, index.shards)]
     numbers = (index.offsets, index.sizes, index.frames, index.heights, index.widths, index.text_lens)
     arrays = [column.cast(pa.string()) for column in strings]
     arrays += [pa.array(column, kind.type) for column, kind in zip(numbers, list(_SCHEMA)[3:], strict=True)]
-    unfinished = root / f".{INDEX_NAME}.{os.getpid()}"
-    pq.write_table(pa.Table.from_arrays(arrays, schema=_SCHEMA), unfinished)
-    unfinished.replace(root / INDEX_NAME)
-    unfinished = root / f".{INFO_NAME}.{os.getpid()}"
-    unfinished.write_text(json.dumps(asdict(index.info), indent=1) + "\n")
-    unfinished.replace(root / INFO_NAME)
+    table, info = (root / f".{name}.{os.getpid()}" for name in (INDEX_NAME, INFO_NAME))
+    pq.write_table(pa.Table.from_arrays(arrays, schema=_SCHEMA), table)
+    info.write_text(json.dumps(asdict(index.info), indent=1) + "\n")
+    (root / INFO_NAME).unlink(missing_ok=True)
+    table.replace(root / INDEX_NAME)
+    info.replace(root / INFO_NAME)
 
 
 def _column(column: pa.ChunkedArray, kind: pa.DataType) -> StringColumn | np.ndarray:

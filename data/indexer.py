@@ -97,7 +97,8 @@ def index_shards(dataset_dir: str) -> tuple[ShardIndex, list[Problem]]:
 
     Returns:
         The index of all usable samples (not yet written), and what was left out. If the folder has an index already,
-        shards that are gone or hold fewer usable samples than it promises are among the problems.
+        shards that are gone or hold fewer usable samples than it promises are among the problems; one that cannot be
+        read is a problem named `index.parquet`, which leaves nothing out.
 
     Raises:
         ValueError: If the folder has no shard, no usable sample, or no `null_text.safetensors`.
@@ -154,7 +155,11 @@ def _lost_since(index: ShardIndex, storage: Storage) -> list[Problem]:
     """Shards that held more samples when the folder was indexed last."""
     if not all(storage.exists(name) for name in (INDEX_NAME, INFO_NAME)):
         return []
-    before, now = _counts(ShardIndex.read(index.root)), _counts(index)
+    try:
+        last = ShardIndex.read(index.root)
+    except ValueError as error:
+        return [Problem(INDEX_NAME, f"the last index does not tell what it promised: {error}")]
+    before, now = _counts(last), _counts(index)
     return [
         Problem(shard, f"{now.get(shard, 0)} usable samples, the last index promised {count}")
         for shard, count in before.items()

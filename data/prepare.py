@@ -242,7 +242,9 @@ class _Work:
                 if folder.exists():
                     indices.append(ShardIndex.read(folder))
         if not indices:
-            reasons = "".join(f"\n  {problem.key}: {problem.reason}" for problem in report.skipped[:5])
+            reasons = "".join(
+                f"\n  {problem.key}: {problem.reason}" for problem in [*report.damaged, *report.skipped][:5]
+            )
             raise ValueError(f"no input gave a sample ({report.num_skipped} skipped){reasons}")
         write_null_text(self.folder, self.text_encoder)
         index = _merged(indices, str(self.folder))

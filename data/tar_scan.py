@@ -9,7 +9,6 @@ import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import BinaryIO
 
 from adaptiveload.data.storage import Storage, is_url
@@ -45,14 +44,6 @@ class TarSample:
     data: dict[str, bytes] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class TarScan:
-    """All whole samples of one shard, in order, and what is wrong with the rest."""
-
-    samples: list[TarSample]
-    problems: list[Problem]
-
-
 Load = Callable[[str, BinaryIO], bytes]
 
 
@@ -61,16 +52,7 @@ def load_all(extension: str, member: BinaryIO) -> bytes:
     return member.read()
 
 
-def scan_tar(path: Path) -> TarScan:
-    """Scan one local shard by its headers alone."""
-    scan = TarScan([], [])
-    with path.open("rb") as file:
-        for found in iter_tar(file, path.name):
-            (scan.problems if isinstance(found, Problem) else scan.samples).append(found)
-    return scan
-
-
-def iter_tar(file: BinaryIO, shard: str, load: Load | None = None) -> Iterator[TarSample | Problem]:
+def iter_tar(file: BinaryIO, shard: str, load: Load) -> Iterator[TarSample | Problem]:
     """Samples of one shard in order, and problems as they are met. Memory does not grow with the shard.
 
     Keys that come twice are kept once (the first) and reported; so is an early end of the file.
@@ -78,7 +60,7 @@ def iter_tar(file: BinaryIO, shard: str, load: Load | None = None) -> Iterator[T
     Args:
         file: The shard; need not be seekable.
         shard: Its name in problems.
-        load: Called with the extension and the data of every member; None reads no data.
+        load: Called with the extension and the data of every member; says what to keep of it.
     """
     file = file if file.seekable() else _Forward(file)
     seen: set[str] = set()
@@ -107,13 +89,13 @@ def iter_tar(file: BinaryIO, shard: str, load: Load | None = None) -> Iterator[T
                 seen.add(key)
                 current = current or TarSample(key, member.offset, 0, {})
                 end = _padded(member.offset_data + member.size)
-                data = {} if load is None else {extension: load(extension, tar.extractfile(member))}
+                data = load(extension, tar.extractfile(member))
                 current = TarSample(
                     key,
                     current.offset,
                     end - current.offset,
                     {**current.members, extension: (member.offset_data, member.size)},
-                    {**current.data, **data},
+                    {**current.data, extension: data},
                 )
             damage = _early_end(file, tar.offset)
             if damage is None and isinstance(file, _Forward):

@@ -294,23 +294,14 @@ def relative_errors(points: Points, cost: TwoTermCost | PowerCost) -> FloatArray
     return errors
 
 
-def held_out_errors(
-    points: Points, fit: Callable[[Points], TwoTermCost | PowerCost], shapes: Sequence[object] | None = None
-) -> FloatArray:
-    """Relative error of each point under the law fitted without its shape, float64 [n]; NaN where too few are left.
-
-    Args:
-        points: Points.
-        fit: Fits a law.
-        shapes: Shape of each point; None takes lengths for shapes.
-    """
-    labels = np.asarray(points.seq_len if shapes is None else [str(shape) for shape in shapes])
+def held_out_errors(points: Points, fit: Callable[[Points], TwoTermCost | PowerCost]) -> FloatArray:
+    """Relative error of each point under the law `fit` without its length, float64 [n]; NaN where too few are left."""
     errors = np.full(len(points), np.nan)
-    for label in np.unique(labels):
-        held = labels == label
+    for length in np.unique(points.seq_len):
+        held = points.seq_len == length
         try:
             errors[held] = relative_errors(points.take(held), fit(points.take(~held)))
-        except ValueError:  # this shape is one of the few that the fit needs: nothing is known about it
+        except ValueError:  # this length is one of the few that the fit needs: nothing is known about it
             continue
     return errors
 

@@ -113,24 +113,12 @@ class SampleTable:
         a data set that was written source by source. Samples are named and sourced by their shape.
 
         Raises:
-            ValueError: If `num_samples` is not positive, or the file is no mix.
+            ValueError: If `num_samples` is not positive, or the file is missing or no mix; it names file and entry.
         """
         if num_samples < 1:
             raise ValueError(f"a mix needs a positive number of samples, got {num_samples}")
         geometry = geometry or LatentGeometry()
-        document = yaml.safe_load(Path(path).read_text())
-        try:
-            rows = [Shape(int(row["frames"]), int(row["height"]), int(row["width"])) for row in document["shapes"]]
-            shares = np.array([float(row["share"]) for row in document["shapes"]])
-            order = document.get("order", "random")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no shape mix: every shape needs frames, height, width and share") from error
-        if not len(shares) or not (shares > 0).all():
-            raise ValueError(f"{path}: every share must be positive")
-        if len(set(rows)) < len(rows):
-            raise ValueError(f"{path}: a shape is given twice")
-        if order not in MIX_ORDERS:
-            raise ValueError(f"{path}: order must be one of {', '.join(MIX_ORDERS)}, got {order!r}")
+        rows, shares, order = _read_mix(path, geometry)
         tokens_of = np.array([geometry.num_tokens(shape) for shape in rows], np.int64)
         edges = np.cumsum(shares) / shares.sum()
         uniform = (np.random.Philox(key=seed).random_raw(num_samples) >> np.uint64(11)) / 2.0**53
@@ -149,3 +137,31 @@ class SampleTable:
             tokens_of[drawn],
             np.full(num_samples, MIX_TEXT_LEN, np.int32),
         )
+
+
+def _read_mix(path: str | Path, geometry: LatentGeometry) -> tuple[list[Shape], NDArray[np.float64], str]:
+    """Shapes, shares and order of the mix at `path`. Raises ValueError as `SampleTable.from_mix`."""
+    try:
+        document = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"shape mix {path} cannot be read: {error}") from error
+    entries = document.get("shapes") if isinstance(document, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path} is no shape mix: it needs `shapes:`, a list of frames, height, width and share each")
+    shares: dict[Shape, float] = {}
+    for entry in entries:
+        try:
+            shape = Shape(int(entry["frames"]), int(entry["height"]), int(entry["width"]))
+            share = float(entry["share"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {entry!r} does not give frames, height, width and share as numbers") from error
+        geometry.check(shape, f"{path}: shape")
+        if not 0 < share < np.inf:
+            raise ValueError(f"{path}: share {share} of {shape} must be positive")
+        if shape in shares:
+            raise ValueError(f"{path}: shape {shape} is given twice")
+        shares[shape] = share
+    order = document.get("order", "random")
+    if order not in MIX_ORDERS:
+        raise ValueError(f"{path}: order must be one of {', '.join(MIX_ORDERS)}, got {order!r}")
+    return list(shares), np.array(list(shares.values())), order

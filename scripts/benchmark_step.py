@@ -12,6 +12,9 @@ A shape is BATCHxTOKENS or BATCHxFRAMESxHEIGHTxWIDTH. Parts:
 - diffusers, diffusers_compiled: `diffusers.WanTransformer3DModel`, bf16 weights, all blocks checkpointed, padded text;
   blocks run by torch.compile in the second.
 
+Compiled parts have a new model and a new compilation for each shape: diffusers' for that shape alone, which is the
+fastest there is, ours for any length, as it trains.
+
 Milliseconds are medians of GPU events after a warm-up, without optimizer. MFU counts model FLOPs without recompute over
 the data sheet's dense bf16 peak. KB a token is peak memory above what is allocated before the step, over tokens. A part
 that fails, out of memory for one, is a row that says so. `--profile` writes `profile-PART-LEVEL-SHAPE.txt`: kernels by
@@ -28,7 +31,6 @@ import argparse
 import gc
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -44,6 +46,7 @@ from adaptiveload.training.benchmark_trainers import OwnTrainer
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import Hardware, device_name, model_dims, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, reshard, start_ranks
+from adaptiveload.training.failures import ending_in_words
 from adaptiveload.training.kernel_profile import kernel_table, profiled_spans
 from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.metrics import peak_flops
@@ -51,6 +54,7 @@ from adaptiveload.training.schedule import model_geometry, resolve_meet
 from adaptiveload.training.step_bound import measure_bound, run_ms
 
 PARTS = ("bound", "ours", "compiled", "diffusers", "diffusers_compiled")
+COMPILED = ("compiled", "diffusers_compiled")
 MOST_FRAMES, ROWS_OVER_COLUMNS = 21, 30 / 52  # of 81 frames of 480x832, which --shapes in tokens come near to
 Row = dict[str, Any]
 
@@ -73,14 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     end = time.monotonic()
     options = parse_arguments(arguments)
-    try:
+    with ending_in_words("benchmark_step"):
         config = load_config(options.config, options.overrides)
         cases = [parse_case(text, model_geometry(config.model)) for text in options.shapes]
         ranks = start_ranks()
         config = follow_launcher(config, os.environ, ranks.world_size)
         run(options, config, cases, ranks, end + 60 * options.budget_minutes)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"benchmark_step: {error}")
     finish_ranks(ranks)
 
 
@@ -162,6 +164,10 @@ def measure(
         levels = options.recompute if part in ("ours", "compiled") else ["none" if part == "bound" else "full"]
         subject: Any = None
         for case in cases:
+            if part in COMPILED:  # what was compiled for one shape would be compiled for any by the next
+                subject = None
+                free_memory(ranks)
+                torch._dynamo.reset()
             for level in levels:
                 row: Row = {"part": part, "recompute": level, "shape": str(case.shape), "case": case.name}
                 row |= {"batch_size": case.batch_size, "seq_len": case.seq_len}
@@ -248,7 +254,7 @@ class Diffusers:
         self.model.train()
         if compiled:
             for block in self.model.blocks:
-                block.compile()
+                block.compile(dynamic=False)
 
     def make_batch(self, case: Case) -> tuple[torch.Tensor, ...]:
         """Noisy latents, target, timestep and text."""

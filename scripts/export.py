@@ -8,12 +8,13 @@ Runs on one process, on the CPU; memory holds one file's tensors (10 GB at most)
 """
 
 import argparse
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from adaptiveload.models.lora import save_adapters
 from adaptiveload.models.pretrained import MAX_FILE_BYTES, save_pretrained
 from adaptiveload.training.config import load_config
+from adaptiveload.training.failures import ending_in_words
 from adaptiveload.training.trained_weights import TrainedWeights
 
 
@@ -52,7 +53,7 @@ def export_run(
     return weights.step
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of the export."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of the run, for example runs/quickstart")
@@ -60,14 +61,14 @@ def main() -> None:
     parser.add_argument("--ema", action="store_true", help="the averaged weights instead of the last ones")
     parser.add_argument("--merge", action="store_true", help="of a run with adapters: the whole transformer with them")
     parser.add_argument("--max-file-mb", type=int, default=10_000, help="files are cut before they grow beyond it")
-    options = parser.parse_args()
-    try:
+    options = parser.parse_args(arguments)
+    if options.max_file_mb < 1:
+        parser.error(f"--max-file-mb {options.max_file_mb}: must be at least 1")
+    with ending_in_words("export"):
         max_file_bytes = options.max_file_mb * 10**6
         steps = export_run(
             options.run, options.output, ema=options.ema, merge=options.merge, max_file_bytes=max_file_bytes
         )
-    except ValueError as error:
-        sys.exit(f"export: {error}")
     print(f"{'averaged' if options.ema else 'last'} weights of step {steps}: {options.output}")
 
 

@@ -29,6 +29,7 @@ from adaptiveload.models.architectures import new_transformer
 from adaptiveload.models.pretrained import save_pretrained
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import Hardware, resolve_gpu
+from adaptiveload.training.failures import ending_in_words
 from adaptiveload.training.schedule import build_schedule
 
 COUNTED_STEPS = 100  # that tell a policy's mean samples a step
@@ -52,16 +53,10 @@ WAYS = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path, help="YAML of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys, for all runs")
-    parser.add_argument("--output", type=Path, required=True, help="folder for runs, curves.png and curves.md")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each way (default 3)")
-    parser.add_argument("--at-once", type=int, default=9, help="runs that share the device (default 9)")
-    parser.add_argument("--window", type=int, default=50, help="steps of a mean in the curves (default 50)")
-    options = parser.parse_intermixed_args(arguments)
-    try:
+    options = parse_arguments(arguments)
+    with ending_in_words("loss_congruence"):
         config = load_config(options.config, options.overrides)
+        check_comparable(config, options.window)
         commands = {
             f"{way.name}-seed{seed}": (way, command_of(way, seed, slots, options))
             for way, slots in with_slots(config)
@@ -70,14 +65,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for seed in range(options.seeds):
             write_initial_weights(config, seed, weights_of(options.output, seed))
         run_all(commands, options.output, options.at_once)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"loss_congruence: {error}")
     runs = [str(options.output / name) for name in commands]
     compare = [sys.executable, "-m", "scripts.compare_runs", "--seeds", "--window", str(options.window)]
     compare += ["--output", str(options.output / "curves.png"), "--runs", *runs]
-    table = subprocess.run(compare, check=True, capture_output=True, text=True).stdout
-    (options.output / "curves.md").write_text(table)
-    print(table)
+    compared = subprocess.run(compare, stdout=subprocess.PIPE, text=True)
+    if compared.returncode:  # it has said why
+        sys.exit(compared.returncode)
+    (options.output / "curves.md").write_text(compared.stdout)
+    print(compared.stdout)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="YAML of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys, for all runs")
+    parser.add_argument("--output", type=Path, required=True, help="folder for runs, curves.png and curves.md")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each way, two at least (default 3)")
+    parser.add_argument("--at-once", type=int, default=9, help="runs that share the device (default 9)")
+    parser.add_argument("--window", type=int, default=50, help="steps of a mean in the curves (default 50)")
+    options = parser.parse_intermixed_args(arguments)
+    for name, least in (("seeds", 2), ("at_once", 1), ("window", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
+    return options
+
+
+def check_comparable(config: RunConfig, window: int) -> None:
+    """Raise ValueError for runs that could not be compared once they are trained."""
+    if config.max_steps < window:
+        raise ValueError(f"max_steps={config.max_steps} is below --window {window}: no mean of so many steps")
+    if not config.data.held_out_share or not config.evaluation.max_samples:
+        raise ValueError(
+            f"data.held_out_share={config.data.held_out_share:g} and evaluation.max_samples="
+            f"{config.evaluation.max_samples} must both be positive: held-out losses are compared"
+        )
 
 
 def with_slots(config: RunConfig) -> list[tuple[Way, int]]:
@@ -139,7 +161,7 @@ def run_all(commands: dict[str, tuple[Way, list[str]]], output: Path, at_once: i
     """Run the commands, so many at a time; each writes `NAME.log`.
 
     Raises:
-        RuntimeError: If one fails: the others are ended, and its last lines are told.
+        ChildProcessError: If one fails: the others are ended, and its last lines are told.
     """
     waiting, running = list(commands), dict[str, subprocess.Popen[bytes]]()
     began = time.monotonic()
@@ -156,7 +178,7 @@ def run_all(commands: dict[str, tuple[Way, list[str]]], output: Path, at_once: i
             for name in [name for name, process in running.items() if process.poll() is not None]:
                 if code := running.pop(name).returncode:
                     lines = (output / f"{name}.log").read_text(errors="replace").splitlines()[-15:]
-                    raise RuntimeError("\n".join([f"{name} ended with {code}:", *lines]))
+                    raise ChildProcessError("\n".join([f"{name} ended with {code}:", *lines]))
                 print(f"{time.monotonic() - began:.0f} s: {name} is done", flush=True)
     finally:
         for process in running.values():

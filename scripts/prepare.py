@@ -15,7 +15,6 @@ on where it was when it is started again; several processes share the work, in o
 import argparse
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +49,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if (args.codec == "wan_vae") != (args.vae_dir is not None):
         parser.error("--codec wan_vae and --vae-dir go together")
+    if args.precision != "fp32" and args.vae_dir is None:
+        parser.error(f"--precision {args.precision} goes with --codec wan_vae")
+    if args.device is not None and args.vae_dir is None and args.text_encoder_dir is None:
+        parser.error(f"--device {args.device} goes with --vae-dir or --text-encoder-dir: nothing else leaves the CPU")
     for name in ("workers", "samples_per_shard", "items_per_unit", "batch_mib"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
@@ -117,12 +120,13 @@ def main(argv: list[str] | None = None) -> None:
     from adaptiveload.data.encode import EncodeConfig
     from adaptiveload.data.prepare import PrepareConfig, prepare
     from adaptiveload.scheduling.shapes import Shape
-    from adaptiveload.training.distributed import LaunchError, check_launch, parent_command
+    from adaptiveload.training.distributed import check_launch, parent_command
+    from adaptiveload.training.failures import ending_in_words
     from adaptiveload.training.figures import shape_mix_figure
 
     start = time.perf_counter()
     rank, world_size, local_rank = (int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    try:
+    with ending_in_words("prepare"):
         check_launch(os.environ, parent_command())
         codec, text_encoder = make_encoders(args, local_rank)
         config = PrepareConfig(
@@ -145,8 +149,6 @@ def main(argv: list[str] | None = None) -> None:
         if args.part is None:
             ranks["all_have_begun"] = join_launch() if world_size > 1 else lambda: None
         done = prepare(args.input, args.output, cuts, codec, text_encoder, config, **ranks)
-    except (LaunchError, ValueError) as error:
-        sys.exit(f"error: {error}")
     if done is not None:
         index, summary = done
         counts = {Shape(*map(int, shape.split("x"))): count for shape, count in summary["buckets"].items()}

@@ -36,6 +36,7 @@ from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.contact_sheet import contact_sheet, shown_frames
 from adaptiveload.training.cost import Hardware, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, set_meeting, start_ranks
+from adaptiveload.training.failures import ending_in_words
 from adaptiveload.training.live_step import build_model
 from adaptiveload.training.resume import load_weights
 from adaptiveload.training.samples import (
@@ -226,7 +227,8 @@ def media_clip(media: Mapping[str, RawItem], wanted: Wanted) -> Strips:
 
 def _minutes(run_dir: Path) -> float:
     path = run_dir / "metrics.jsonl"
-    rows = map(json.loads, path.read_text().splitlines() if path.is_file() else [])
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    rows = map(json.loads, (line for line in lines if line.endswith("\n")))  # the last may be cut off or half written
     return sum(row.get("perf/step_s", 0) for row in rows) / 60
 
 
@@ -304,11 +306,9 @@ def _refuse_ignored(parser: argparse.ArgumentParser, options: argparse.Namespace
 def main() -> None:
     """Sample, on one process or on those of a launch."""
     options = parse_args()
-    try:
+    with ending_in_words("sample"):
         ranks = start_ranks()
         path = sample(options, ranks)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"sample: {error}")
     if ranks.is_main:
         print(f"samples: {path}")
     finish_ranks(ranks)

@@ -93,8 +93,8 @@ class DiffusersTrainer:
 
     name = "diffusers"
 
-    def __init__(self, config: RunConfig, ranks: Ranks, *, compiled: bool = False) -> None:
-        """Build and shard the model of `config`'s sizes; `compiled` puts each block through torch.compile.
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        """Build and shard the model of `config`'s sizes.
 
         Raises:
             ValueError: If the run's model is none of Wan's.
@@ -113,8 +113,7 @@ class DiffusersTrainer:
             param_dtype=self.dtype, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
         )
         for block in self.model.blocks:
-            forward = torch.compile(block.forward, dynamic=True) if compiled else block.forward
-            block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
             fully_shard(block, mesh=mesh, mp_policy=mixed)
         fully_shard(self.model, mesh=mesh, mp_policy=mixed)
         self.timer = StepTimer(ranks.device)

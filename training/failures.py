@@ -3,6 +3,9 @@
 import contextlib
 import errno
 import shutil
+import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from adaptiveload.training.checkpoint import SaveError
@@ -43,6 +46,19 @@ def explain_failure(error: Exception, run_dir: Path | None = None) -> str | None
     if any(words in text for words in _DEAD_RANK):
         return f"the connection to another rank broke, it has ended: look for its last words ({text})"
     return None
+
+
+@contextlib.contextmanager
+def ending_in_words(program: str) -> Iterator[None]:
+    """Within it an error ends a script in one line, with the traceback before it where the words alone may not do."""
+    try:
+        yield
+    except Exception as error:
+        # Files of a script are named by its user.
+        known = str(error) if isinstance(error, (ValueError, OSError)) else explain_failure(error)
+        if known is None:
+            traceback.print_exc()
+        sys.exit(f"{program}: {known or repr(error)}")
 
 
 def _of_worker(cause: str, text: str) -> str:

@@ -134,10 +134,12 @@ def open_codec(info: DatasetInfo, vae_dir: Path | str | None, device: torch.devi
         option: How the user names `vae_dir`, for messages.
 
     Raises:
-        ValueError: If there is no such codec, or its normalisation is not that of the latents.
+        ValueError: If there is no such codec, its normalisation is not that of the latents, or it needs no folder.
     """
     codec: LatentCodec
     if info.codec == DctCodec.name:
+        if vae_dir is not None:
+            raise ValueError(f"{option}={vae_dir}, but the latents are {info.codec}'s, which no VAE decodes")
         codec = DctCodec()
     elif vae_dir is None:
         raise ValueError(f"the latents are {info.codec}'s: name the folder of its VAE with {option}")
@@ -162,11 +164,13 @@ def open_text_encoder(name: str, folder: Path | None, device: torch.device) -> T
     """The text encoder called `name` in a dataset.
 
     Raises:
-        ValueError: If it needs a folder and none is given, or the folder holds another one.
+        ValueError: If it needs a folder and none is given, needs none and one is, or the folder holds another one.
     """
     kind, *sizes = name.split("-")
     encoder: TextEncoder
     if kind == "hash":
+        if folder is not None:
+            raise ValueError(f"--text-encoder-dir {folder}, but the texts are embedded by {name}, which needs none")
         return HashTextEncoder(*map(int, sizes))
     if folder is None:
         raise ValueError(f"the texts are embedded by {name}: name its folder with --text-encoder-dir")

@@ -3,12 +3,15 @@
 import io
 import struct
 import tarfile
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
 from PIL import Image
+
+from adaptiveload.data.tar_scan import Problem, TarSample, iter_tar, load_all
 
 
 def grey(i, height=48, width=64):
@@ -65,6 +68,23 @@ def write_tar(path, members):
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     return Path(path)
+
+
+@dataclass(frozen=True)
+class TarScan:
+    """All whole samples of one shard, in order, and what is wrong with the rest."""
+
+    samples: list[TarSample] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def scan_tar(path):
+    """Scan one local shard from front to back."""
+    scan = TarScan()
+    with path.open("rb") as file:
+        for found in iter_tar(file, path.name, load_all):
+            (scan.problems if isinstance(found, Problem) else scan.samples).append(found)
+    return scan
 
 
 # What a player does with a stored picture: as display matrix (a, b, c, d) of x' = a x + c y, y' = b x + d y, as EXIF

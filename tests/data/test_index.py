@@ -1,6 +1,8 @@
 import dataclasses
 import json
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -8,8 +10,9 @@ import pytest
 
 from adaptiveload.data.index import INDEX_NAME, INFO_NAME, NULL_TEXT_NAME, ShardIndex, write_index
 from adaptiveload.data.indexer import index_shards
-from adaptiveload.data.tar_scan import scan_tar
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+from scripts.index_shards import main as index_shards_script
+from tests.data.media_files import scan_tar
 
 
 @pytest.fixture
@@ -149,6 +152,71 @@ def test_indexing_names_what_a_cut_shard_lost(folder):
     assert "cut in the middle" in reasons["shard-000001.tar/sample030"]
     assert "5 whole samples" in reasons["shard-000001.tar"]
     assert "5 usable samples, the last index promised 25" in problems[-1].reason
+
+
+def damage_index(folder):
+    (folder / INDEX_NAME).write_bytes((folder / INDEX_NAME).read_bytes()[:100])
+
+
+def damage_version(folder):
+    info = json.loads((folder / INFO_NAME).read_text())
+    (folder / INFO_NAME).write_text(json.dumps({**info, "format_version": 0}))
+
+
+def damage_rows(folder):
+    pq.write_table(pq.read_table(folder / INDEX_NAME).slice(0, 10), folder / INDEX_NAME)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(damage_index, "damaged"), (damage_version, "format version 0"), (damage_rows, "10 rows.*says 60")],
+)
+def test_a_damaged_index_is_one_problem_and_made_again(folder, damage, message, capsys):
+    before = ShardIndex.read(folder).fingerprint
+    damage(folder)
+    with pytest.raises(ValueError, match=message) as caught:
+        ShardIndex.read(folder)
+    index, problems = index_shards(folder)
+    assert [problem.key for problem in problems] == [INDEX_NAME]
+    assert str(caught.value) in problems[0].reason
+    assert index.fingerprint == before
+    index_shards_script([str(folder)])
+    assert f"problem: {INDEX_NAME}" in capsys.readouterr().err
+    assert ShardIndex.read(folder).fingerprint == before
+
+
+def test_a_damaged_index_does_not_let_damaged_shards_pass(folder, capsys):
+    shard = folder / "shard-000002.tar"
+    shard.write_bytes(shard.read_bytes()[:-14336])  # the last 10 KiB of a tar may be padding
+    damage_index(folder)
+    with pytest.raises(SystemExit, match="nothing written"):
+        index_shards_script([str(folder)])
+    with pytest.raises(ValueError, match="damaged"):
+        ShardIndex.read(folder)
+    index_shards_script([str(folder), "--skip-damaged"])
+    ShardIndex.read(folder).verify()
+
+
+@pytest.mark.parametrize("num_renames", [0, 1])
+def test_an_end_between_the_files_leaves_no_pair_that_does_not_belong_together(folder, monkeypatch, num_renames):
+    index = ShardIndex.read(folder)
+    other = changed(index, "sizes", 0, index.sizes[0] - 512)
+    renamed = []
+
+    def replace(path, target):
+        if len(renamed) == num_renames:
+            raise KeyboardInterrupt
+        renamed.append(target)
+        os.replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        write_index(other)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=rf"{INFO_NAME} is missing.*scripts\.index_shards"):
+        ShardIndex.read(folder)
+    index_shards_script([str(folder)])
+    assert ShardIndex.read(folder).fingerprint == index.fingerprint
 
 
 def test_indexing_needs_shards_and_the_null_text(folder, tmp_path):

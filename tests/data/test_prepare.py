@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adaptiveload.data.cuts import CutConfig
-from adaptiveload.data.encode import EncodeConfig
+from adaptiveload.data.cuts import Cut, CutConfig
+from adaptiveload.data.encode import EncodeConfig, ItemResult, _BatchEncoder
 from adaptiveload.data.latent_codecs import DctCodec
 from adaptiveload.data.prepare import PrepareConfig, prepare
 from adaptiveload.data.reader import SampleReader
@@ -141,7 +141,10 @@ def test_a_failure_keeps_what_was_there_and_can_go_on(media, tmp_path):
 def test_no_sample_at_all_is_an_error_with_reasons(media, tmp_path):
     with pytest.raises(ValueError, match=r"no input gave a sample \(7 skipped\)"):
         run([media], tmp_path / "out", CutConfig(shapes=(Shape(33, 48, 64),)))
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "junk.tar").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=r"\(0 skipped\)\n +junk\.tar: .*; 0 whole samples"):
+        run([tmp_path / "junk.tar"], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["junk.tar"]
 
 
 def test_a_cut_clip_is_used_and_named(tmp_path):
@@ -156,6 +159,28 @@ def test_a_cut_clip_is_used_and_named(tmp_path):
     assert len(index) == 6
     assert [entry["key"] for entry in report["damaged"]] == ["media/cut.mp4"]
     assert "the part before it is used" in report["damaged"][0]["reason"]
+
+
+def test_forgotten_clips_give_their_bytes_back():
+    """Or every clip after 512 MiB of them would be encoded alone."""
+    sizes = []
+
+    class Codec(DctCodec):
+        def encode_batch(self, frames):
+            sizes.append(len(frames))
+            return super().encode_batch(frames)
+
+    cut = Cut(Shape(1, 512, 512), 0, (0, 0, 512, 512))
+    frames = np.zeros((1, 512, 512, 3), np.uint8)  # 3/4 MiB
+    encoder = _BatchEncoder(Codec(), EncodeConfig(batch_mib=3, waiting_mib=4, psnr_every=10**6))
+    for _ in range(8):
+        unusable = ItemResult(item=None)
+        encoder.add(unusable, cut, frames)
+        encoder.forget(unusable)
+    for _ in range(8):
+        encoder.add(ItemResult(item=None), cut, frames)
+    encoder.flush()
+    assert sizes == [4, 4]
 
 
 def test_latents_keep_the_picture(tmp_path):

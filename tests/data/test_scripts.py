@@ -40,12 +40,39 @@ def test_prepare_from_the_command_line(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--codec", "wan_vae"], ["--vae-dir", "x"], ["--workers", "0"], ["--samples-per-shard", "0"]],
+    [
+        ["--codec", "wan_vae"],
+        ["--vae-dir", "x"],
+        ["--workers", "0"],
+        ["--samples-per-shard", "0"],
+        ["--device", "cuda:3"],
+        ["--precision", "bf16"],
+    ],
 )
 def test_prepare_refuses_bad_arguments(arguments, capsys):
     with pytest.raises(SystemExit):
         prepare.main(["--input", "a", "--output", "b", "--shapes", "1,16,16", *arguments])
     assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--output": "file/below"}, "prepare: .*Not a directory: .*file/"),
+        ({"--config": "gone.yaml"}, r"gone\.yaml \(rules for cutting\) cannot be read"),
+        ({"--config": "file"}, "file .* cannot be read"),
+        ({"--input": "gone"}, "gone is neither a folder"),
+    ],
+)
+def test_prepare_names_bad_paths_in_words(tmp_path, changes, message):
+    (tmp_path / "media").mkdir()
+    (tmp_path / "media" / "picture.png").write_bytes(picture_bytes())
+    (tmp_path / "media" / "picture.txt").write_text("a picture")
+    (tmp_path / "file").write_text("shapes: [1")
+    paths = {"--input": "media", "--output": "out", **changes}
+    arguments = [word for option, name in paths.items() for word in (option, str(tmp_path / name))]
+    with pytest.raises(SystemExit, match=message):
+        prepare.main([*arguments, *([] if "--config" in changes else ["--shapes", "1,48,64"])])
 
 
 def test_index_shards_from_the_command_line(dataset, tmp_path, capsys):

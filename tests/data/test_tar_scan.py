@@ -2,8 +2,7 @@ import tarfile
 
 import pytest
 
-from adaptiveload.data.tar_scan import scan_tar
-from tests.data.media_files import picture_bytes, write_tar
+from tests.data.media_files import picture_bytes, scan_tar, write_tar
 
 
 @pytest.fixture

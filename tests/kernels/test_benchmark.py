@@ -1,10 +1,21 @@
 """The benchmark compares implementations of the same operation, and counts what they keep."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from adaptiveload.kernels.benchmark_cases import QkCase, Row, leaves_of, make_case
-from scripts.benchmark_kernels import memory_table, peers, plot_roofline, saved_bytes_per_element, table
+from scripts.benchmark_kernels import (
+    NUM_REPLAYS,
+    NUM_WARM_UP,
+    measure_queued,
+    memory_table,
+    peers,
+    plot_roofline,
+    saved_bytes_per_element,
+    table,
+)
 
 
 @pytest.mark.parametrize("site", ["norm", "gated", "qk"])
@@ -47,6 +58,32 @@ def test_the_operators_are_called_as_autograd_calls_them(site):
     assert called[0].shape == grads[0].shape
     (first, *_) = case.call_forward(0)
     assert torch.equal(first, results[0])
+
+
+def test_backward_of_others_is_queued_whole_before_the_gpu_begins_and_rotates(monkeypatch):
+    """Or small sizes would be charged the host's time, and would find their inputs in the cache."""
+    did = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            did.append("record")
+
+        def synchronize(self):
+            did.append("synchronize")
+
+        def elapsed_time(self, _end):
+            return float(did.count("synchronize"))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda _: did.append("wait"))
+    median = measure_queued(did.append, 3, None)
+    count = NUM_WARM_UP + NUM_REPLAYS
+    assert did == [word for i in range(count) for word in ("wait", "record", i % 3, "record", "synchronize")]
+    assert median == NUM_WARM_UP + NUM_REPLAYS // 2 + 1
 
 
 def test_tables_and_picture(tmp_path):

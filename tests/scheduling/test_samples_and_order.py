@@ -44,14 +44,26 @@ def test_mix_keeps_its_shares():
 
 def test_mix_is_checked(tmp_path):
     path = tmp_path / "mix.yaml"
+    good = "{frames: 1, height: 256, width: 256, share: 2}"
     for text, message in (
-        ("shapes: [{frames: 1}]", "no shape mix"),
+        ("shapes: [{frames: 1}]", "'frames': 1.*does not give"),
+        ("shapes: [7]", "7 does not give"),
         ("{}", "no shape mix"),
-        ("shapes: []", "positive"),
+        ("17", "no shape mix"),
+        ("shapes: []", "no shape mix"),
+        (f"shapes: [{good}, {good.replace('share: 2', 'share: lots')}]", "'share': 'lots'.*does not give"),
+        (f"shapes: [{good.replace('share: 2', 'share: .nan')}]", "share nan of 1x256x256 must be positive"),
+        (f"shapes: [{good}, {good}]", "1x256x256 is given twice"),
+        (f"shapes: [{good.replace('frames: 1', 'frames: 3')}]", "3 frames is not"),
+        (f"shapes: [{good}]\norder: sorted", "order must be one of"),
+        ("shapes: [{frames: 1", "cannot be read"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             SampleTable.from_mix(path, 4, seed=0)
+        assert str(path) in str(caught.value)
+    with pytest.raises(ValueError, match=r"gone\.yaml cannot be read"):
+        SampleTable.from_mix(tmp_path / "gone.yaml", 4, seed=0)
     with pytest.raises(ValueError, match="positive number"):
         SampleTable.from_mix("configs/mixes/mixed.yaml", 0, seed=0)
 

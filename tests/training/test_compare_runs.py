@@ -11,6 +11,7 @@ from PIL import Image
 from adaptiveload.models.architectures import new_transformer
 from adaptiveload.models.pretrained import load_pretrained
 from adaptiveload.training.config import load_config
+from scripts import loss_congruence
 from scripts.compare_runs import describe_seeds, main
 from scripts.loss_congruence import WAYS, environment_of, mean_samples, with_slots, write_initial_weights
 
@@ -82,6 +83,27 @@ def test_ways_are_held_against_the_spread_of_their_seeds(tmp_path: Path, capsys:
     for some, error in ((runs[:3], "same seeds"), ([str(write_run(tmp_path / "c", [1.0])), *runs], "WAY-seedN")):
         with pytest.raises(SystemExit, match=error):
             main([*command, *some])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seeds", "1"], "--seeds 1: must be at least 2"),
+        (["--seeds", "0"], "--seeds 0: must be at least 2"),
+        (["--at-once", "0"], "--at-once 0: must be at least 1"),
+        (["--window", "0"], "--window 0: must be at least 1"),
+        (["max_steps=20", "--window", "21"], "max_steps=20 is below --window 21"),
+        (["--window", "9", "data.held_out_share=0"], "data.held_out_share=0"),
+        (["--window", "9", "evaluation.max_samples=0"], "evaluation.max_samples=0"),
+    ],
+)
+def test_what_could_not_be_compared_is_refused_before_it_is_trained(
+    arguments: list[str], message: str, run_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        loss_congruence.main([str(run_config), *arguments, "--output", str(tmp_path / "out")])
+    assert message in f"{ended.value.code}{capsys.readouterr().err}"
+    assert not (tmp_path / "out").exists()
 
 
 def test_ways_get_equal_samples_their_kernels_and_a_seeds_weights(

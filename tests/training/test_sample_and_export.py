@@ -1,6 +1,7 @@
 """scripts.sample and scripts.export in this process, on runs of no steps: what they refuse, and how early."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.run import build_run
 from adaptiveload.training.samples import choose_samples
 from scripts.export import export_run
-from scripts.sample import parse_args, released_fps, sample
+from scripts.export import main as export
+from scripts.sample import _minutes, parse_args, released_fps, sample
 
 
 def write_run(run_config: Path, ranks: Ranks, folder: Path, *keys: str) -> Path:
@@ -73,14 +75,14 @@ def copy(run_dir: Path, dataset: Path, tmp_path: Path) -> Path:
     """The run and its data set, to be damaged: folders `run` and `data`."""
     shutil.copytree(dataset, tmp_path / "data")
     shutil.copytree(run_dir, tmp_path / "run")
-    set_data(tmp_path, path=str(tmp_path / "data"))
+    set_keys(tmp_path, "data", path=str(tmp_path / "data"))
     return tmp_path
 
 
-def set_data(copy: Path, **values: str) -> None:
+def set_keys(copy: Path, section: str, **values: object) -> None:
     path = copy / "run" / "config.yaml"
     config = yaml.safe_load(path.read_text())
-    config["data"] |= values
+    config[section] |= values
     path.write_text(yaml.safe_dump(config))
 
 
@@ -117,7 +119,8 @@ def test_samples_that_cannot_be_read(copy: Path, ranks: Ranks) -> None:
 
 
 def test_a_stream_without_an_index_cannot_be_sampled(copy: Path, ranks: Ranks) -> None:
-    set_data(copy, mode="stream")
+    set_keys(copy, "data", mode="stream", held_out_share=0)
+    set_keys(copy, "schedule", policy="local")
     sample(options_of(copy, "--num-samples", "1"), ranks)  # there is one all the same
     (copy / "data" / "index.parquet").unlink()
     with pytest.raises(ValueError, match=r"index\.parquet is missing.*data\.mode=stream.*scripts\.index_shards"):
@@ -171,3 +174,38 @@ def test_released_models_make_their_own_frames_per_second(tmp_path: Path) -> Non
         config = WanConfig(in_channels=channels, out_channels=channels).to_diffusers()
         (tmp_path / "config.json").write_text(json.dumps({"_class_name": "WanTransformer3DModel", **config}))
         assert released_fps(read_model_config(tmp_path)) == fps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--run gone --output out", r"export: gone/config\.yaml: no such configuration file"),
+        ("--run run --output file", "export: .*Not a directory: 'file'"),
+        ("--run run --output file/below", "export: .*Not a directory: 'file/below'"),
+        ("--run run --output run", "export: run is not empty"),
+        ("--run run --output out --max-file-mb 0", "--max-file-mb 0: must be at least 1"),
+    ],
+)
+def test_export_names_bad_input_in_words(
+    arguments: str,
+    message: str,
+    run_config: Path,
+    ranks: Ranks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    if "--run run" in arguments:
+        write_run(run_config, ranks, tmp_path)
+    (tmp_path / "file").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        export(arguments.split())
+    assert re.search(message, f"{ended.value.code}{capsys.readouterr().err}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_row_that_is_half_written_is_no_minute(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "perf/step_s": 60}\n{"step": 1, "perf/st')
+    assert _minutes(tmp_path) == 1
+    assert _minutes(tmp_path / "gone") == 0

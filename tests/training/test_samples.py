@@ -52,6 +52,8 @@ def test_the_longest_captions_of_different_sources_are_chosen_by_turns(dataset: 
 def test_the_codec_must_be_that_of_the_latents(dataset: Path, tmp_path: Path) -> None:
     info = open_corpus([SourceConfig(path=str(dataset))], LatentGeometry()).info
     assert open_codec(info, None, CPU, "--vae-dir").name == "dct"
+    with pytest.raises(ValueError, match=r"--vae-dir=vae, but the latents are dct's"):
+        open_codec(info, "vae", CPU, "--vae-dir")
     with pytest.raises(ValueError, match=r"are of dct \(0000\), --vae-dir=None is dct"):
         open_codec(replace(info, normalization_hash="0000"), None, CPU, "--vae-dir")
     new_vae().save_pretrained(tmp_path)
@@ -67,6 +69,8 @@ def test_the_codec_must_be_that_of_the_latents(dataset: Path, tmp_path: Path) ->
 def test_the_text_encoder_must_be_that_of_the_data(tmp_path: Path) -> None:
     encoder = open_text_encoder("hash-16-8", None, CPU)
     assert (encoder.name, encoder.dim, encoder.max_len) == ("hash-16-8", 16, 8)
+    with pytest.raises(ValueError, match=f"--text-encoder-dir {tmp_path}, but .* by hash-16-8, which needs none"):
+        open_text_encoder("hash-16-8", tmp_path, CPU)
     with pytest.raises(ValueError, match="umt5-4096-512: name its folder with --text-encoder-dir"):
         open_text_encoder("umt5-4096-512", None, CPU)
     model, tokenizer = new_text_encoder()

@@ -1,9 +1,12 @@
 """scripts.benchmark_step: what the bound counts, shapes, profile and table; then all parts on a tiny model."""
 
 import json
+import math
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +15,13 @@ from adaptiveload.models.attention import AttentionBatch
 from adaptiveload.models.mmdit import MMDiTConfig
 from adaptiveload.models.wan import WanConfig
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
+from adaptiveload.training.config import load_config
 from adaptiveload.training.cost import model_dims
+from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.kernel_profile import Span, idle_share_of, kernel_table, profiled_spans
 from adaptiveload.training.step_bound import attention_flops, block_work, measure_bound
-from scripts.benchmark_step import markdown, parse_case, shape_of
+from scripts import benchmark_step
+from scripts.benchmark_step import COMPILED, SUBJECTS, Diffusers, markdown, measure, parse_case, shape_of
 from tests.launching import ROOT, environment
 
 
@@ -85,6 +91,32 @@ def test_table_has_ratios_and_says_what_failed() -> None:
     assert "| ours | none | OutOfMemoryError: no room |" in text
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in table} == {12}
+
+
+def test_what_is_compiled_is_compiled_for_each_shape(
+    ranks: Ranks, run_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the second shape runs blocks that are compiled for any."""
+    made: list[str] = []
+    compiled: list[dict[str, Any]] = []
+
+    def maker(part: str) -> Any:
+        return lambda *_: made.append(part) or part
+
+    for part in ("ours", *COMPILED):
+        monkeypatch.setitem(SUBJECTS, part, maker(part))
+    monkeypatch.setattr(benchmark_step, "measure_step", lambda *_: {"ms": 1.0})
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: made.append("reset"))
+    config = load_config(run_config)
+    cases = [parse_case(text, LatentGeometry()) for text in ("1x16", "2x16")]
+    options = Namespace(parts=["ours", *COMPILED], recompute=["none", "full"])
+    assert len(list(measure(options, config, cases, ranks, math.inf))) == 2 * (2 + 2 + 1)
+    each = [name for part in COMPILED for name in ("reset", part) * 2]
+    assert made == ["ours", *each]
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda _, **options: compiled.append(options))
+    Diffusers(config, ranks, compiled=True)
+    assert compiled == [{"dynamic": False}] * config.model.num_layers
 
 
 def test_parts_run_and_a_bad_one_is_a_row(run_config: Path, tmp_path: Path) -> None:

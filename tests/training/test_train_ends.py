@@ -12,7 +12,7 @@ import pytest
 import train
 from adaptiveload.training.checkpoint import CheckpointConfig
 from adaptiveload.training.distributed import LaunchError
-from adaptiveload.training.failures import explain_failure
+from adaptiveload.training.failures import ending_in_words, explain_failure
 from adaptiveload.training.group_watch import Position
 
 
@@ -82,6 +82,25 @@ def test_an_error_at_the_start_that_nobody_foresaw_keeps_its_traceback(
     assert str(error) in str(ended.value.code)
     assert str(ended.value.code).startswith("train.py: ")
     assert ("Traceback" in capsys.readouterr().err) != is_known
+
+
+@pytest.mark.parametrize(
+    ("error", "is_known"),
+    [
+        (RuntimeError("CUDA error: misaligned"), False),
+        (KeyError("no such"), False),
+        (LaunchError("asked for 2"), True),
+        (ValueError("no key"), True),
+        (PermissionError(errno.EACCES, "Permission denied", "/out"), True),
+    ],
+)
+def test_a_script_ends_in_one_line_only_where_its_words_are_for_the_user(
+    error: Exception, is_known: bool, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as ended, ending_in_words("sample"):
+        raiser(error)()
+    assert ended.value.code == f"sample: {error if is_known else repr(error)}"
+    assert ("in fail" in capsys.readouterr().err) != is_known
 
 
 def test_a_save_may_take_longer_than_a_step(tmp_path: Path) -> None:
