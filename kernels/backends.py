@@ -50,8 +50,7 @@ def backend_for(device: torch.device) -> Backend:
     """The backend for tensors on `device`.
 
     Raises:
-        ValueError: If `ADAPTIVELOAD_KERNELS` is none of the choices.
-        RuntimeError: If it asks for kernels that cannot be had.
+        ValueError: If `ADAPTIVELOAD_KERNELS` is none of the choices, or asks for kernels that cannot be had.
     """
     if _used is not None:
         return _used
@@ -73,7 +72,7 @@ def _cuda_backend(request: str, device: int) -> Backend:
             backend.check(device)
         except (OSError, RuntimeError) as error:
             if request:
-                raise RuntimeError(f"{VARIABLE}={request}, but the kernels cannot be used: {error}") from error
+                raise ValueError(f"{VARIABLE}={request}, but the kernels cannot be used: {error}") from error
             backend, choice, reason = reference, "reference", f"the kernels cannot be used: {error}"
     if os.environ.get("RANK", "0") == "0":
         logger.warning("AdaLN on CUDA runs as %s (%s)", choice, reason)

@@ -32,7 +32,6 @@ import argparse
 import gc
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +61,7 @@ from adaptiveload.training.benchmark_trainers import (
 from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import Hardware, device_memory_bytes, resolve_gpu
 from adaptiveload.training.distributed import Ranks, finish_ranks, start_ranks
+from adaptiveload.training.failures import ending_in_words
 from adaptiveload.training.figures import policies_figure
 from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.metrics import StepMeasurement, cost_error
@@ -117,18 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     started = time.monotonic()
     options = parse_arguments(arguments)
-    try:
+    with ending_in_words("benchmark_policies"):
         config = load_config(options.config, options.overrides)
         if options.dry_run:
             config = follow_launcher(config, os.environ, options.ranks)
-            predict(prepare(options, config, options.ranks, Hardware.of(torch.device("cpu"))))
+            predict(prepare(options, config, options.ranks, torch.device("cpu")))
             return
         ranks = start_ranks()
         config = follow_launcher(config, os.environ, ranks.world_size)
-        benchmark = prepare(options, config, ranks.world_size, Hardware.of_all(ranks))
-        run(benchmark, ranks, started + 60 * options.budget_minutes)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"benchmark_policies: {error}")
+        run(prepare(options, config, ranks.world_size, ranks.device), ranks, started + 60 * options.budget_minutes)
     finish_ranks(ranks)
 
 

@@ -12,7 +12,6 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from adaptiveload.training.config import RunConfig, load_config
 from adaptiveload.training.cost import Hardware, device_memory_bytes, model_dims, provenance, resolve_gpu
 from adaptiveload.training.distributed import Ranks, clip_gradients, finish_ranks, reshard, start_ranks
 from adaptiveload.training.ema import Ema
+from adaptiveload.training.failures import ending_in_words
 from adaptiveload.training.launcher_settings import follow_launcher
 from adaptiveload.training.live_step import build_model, run_micro_batch
 from adaptiveload.training.schedule import model_geometry, resolve_meet
@@ -105,13 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     started = time.monotonic()
     options = parse_arguments(arguments)
-    try:
+    with ending_in_words("benchmark_shapes"):
         config = load_config(options.config, options.overrides)
         ranks = start_ranks()
         config = follow_launcher(config, os.environ, ranks.world_size)
         run(options, config, ranks, started)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"benchmark_shapes: {error}")
     finish_ranks(ranks)
 
 

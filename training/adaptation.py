@@ -149,8 +149,8 @@ class Adaptation:
             sizes, size_lines = self._batch_sizes(law, from_step)
             lines += size_lines
         cost = TableCost.of(self.law, self.online.lengths)
-        permille = tuple((np.rint(self.speed * 1000 / SPEED_STEP) * SPEED_STEP).astype(int).tolist())
-        speeds = permille if min(permille) < 1000 else None
+        speed_permille = tuple((np.rint(self.speed * 1000 / SPEED_STEP) * SPEED_STEP).astype(int).tolist())
+        speeds = speed_permille if min(speed_permille) < 1000 else None
         return ScheduleUpdate(from_step, cost, speeds, sizes).to_json(), lines + speed_lines
 
     def _alone_us(self, law: TwoTermCost | PowerCost) -> np.ndarray:

@@ -135,13 +135,16 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
     """Defaults, then the YAML file at `path` (None: the quickstart), then `overrides` such as `optimizer.lr=1e-4`.
 
     Raises:
-        ValueError: If the file is missing or not a mapping, a key is unknown (the nearest one is named), or a value
-            has the wrong type or cannot be worked with.
+        ValueError: If the file is missing, not YAML or not a mapping, a key is unknown (the nearest one is named), or
+            a value has the wrong type or cannot be worked with.
     """
     path = Path(path) if path is not None else DEFAULT_CONFIG
     if not path.is_file():
         raise ValueError(f"{path}: no such configuration file")
-    content = yaml.safe_load(path.read_text()) or {}
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(
             f"{path}: a configuration file is a mapping of keys, this one holds a {type(content).__name__}"

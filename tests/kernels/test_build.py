@@ -69,7 +69,7 @@ def test_emulated_kernels_stay_inside_their_memory(tmp_path):
 def test_explicit_request_never_falls_back(monkeypatch, tmp_path):
     backends._cuda_backend.cache_clear()
     monkeypatch.setattr(backends, "LIBRARY", tmp_path / "missing.so")
-    with pytest.raises(RuntimeError, match=r"ADAPTIVELOAD_KERNELS=cuda, but the kernels cannot be used: .*missing"):
+    with pytest.raises(ValueError, match=r"ADAPTIVELOAD_KERNELS=cuda, but the kernels cannot be used: .*missing"):
         backends._cuda_backend("cuda", 0)
     with pytest.raises(ValueError, match="ADAPTIVELOAD_KERNELS is 'triton'; it is one of cuda, cuda_dtile, reference"):
         backends._cuda_backend("triton", 0)

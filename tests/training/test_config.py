@@ -104,6 +104,9 @@ def test_bad_key_in_file_names_the_file(tmp_path: Path) -> None:
         load_config(path)
     with pytest.raises(ValueError, match="no such configuration file"):
         load_config(tmp_path / "none.yaml")
+    path.write_text("a: [1, 2")
+    with pytest.raises(ValueError, match=r"run\.yaml cannot be read: "):
+        load_config(path)
     path.write_text("- a\n- b\n")
     with pytest.raises(ValueError, match="mapping"):
         load_config(path)
