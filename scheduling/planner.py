@@ -83,8 +83,9 @@ def plan_step(
     if meet == "slot":
         slots = [list(slot) for slot in planner.best(costs, slot_overhead_us)]
     elif meet == "step":
-        lasts: list[EvenSlot | None] = [*planner.even_slots(slot_overhead_us)[:LAST_SLOTS]]
-        plans = [TotalsPlan(classes, ranks, mem_cap, slot_overhead_us, speed, last) for last in lasts or [None]]
+        # None: a rank may be too slow to work as long as the others in a slot that all share.
+        lasts: list[EvenSlot | None] = [*planner.even_slots(slot_overhead_us)[:LAST_SLOTS], None]
+        plans = [TotalsPlan(classes, ranks, mem_cap, slot_overhead_us, speed, last) for last in lasts]
         slots = min(plans, key=lambda plan: plan.parts).rows(costs, min_slots)
     else:
         raise ValueError(f'meet must be "slot" or "step", got {meet!r}')

@@ -58,7 +58,7 @@ class TotalsPlan:
         speed_permille: IntArray | None,
         last: EvenSlot | None,
     ) -> None:
-        """Plan the samples of `classes`; the step ends with `last`, None where there are too few samples for one."""
+        """Plan the samples of `classes`; the step ends with `last`, if there is one that all ranks share."""
         self.classes = classes
         self.ranks = ranks
         self.mem_cap = mem_cap
@@ -68,11 +68,14 @@ class TotalsPlan:
         self._room: list[IntArray] = []  # memory left in the g-th micro-batch of each rank, int64 [ranks]
         self._is_open: list[IntArray] = []  # 1 where a rank has a g-th micro-batch
         self._placements: list[Placement] = []
-        counts, last_load = classes.count, np.zeros(ranks, np.int64)
-        if last is not None:
-            last_load, counts = last.load + slot_overhead_us, counts.copy()
-            for placement in last.placements:
-                counts[placement.class_id] -= placement.counts.sum()
+        counts = classes.count.copy()
+        if last is None:
+            totals = self._place(counts, np.zeros(ranks, np.int64))
+            self.parts = parts_of(totals, self._ends())
+            return
+        for placement in last.placements:
+            counts[placement.class_id] -= placement.counts.sum()
+        last_load = last.load + slot_overhead_us
         self.parts = parts_of(self._place(counts, last_load), last_load)
 
     def rows(self, cost: IntArray, min_slots: int) -> list[list[list[int] | None]]:
@@ -105,6 +108,18 @@ class TotalsPlan:
         for class_id in np.flatnonzero(sand).tolist():
             self._pour(class_id, int(sand[class_id]), load)
         return load
+
+    def _ends(self) -> IntArray:
+        """Load of the last micro-batch of each rank, int64 [ranks]; 0 where it has none."""
+        number = np.sum(self._is_open, axis=0) - 1
+        rank_slots = np.cumsum(self._is_open, axis=0) - 1
+        ends = np.where(number >= 0, self.slot_overhead_us, 0).astype(np.int64)
+        for placement in self._placements:
+            slot = placement.first_bin // self.ranks
+            is_last = (self._is_open[slot] > 0) & (rank_slots[slot] == number)
+            step = times(int(self.classes.cost[placement.class_id]), self.ranks, self.speed_permille)
+            ends += is_last * placement.counts * step
+        return ends
 
     def _split(self, counts: IntArray) -> tuple[IntArray, IntArray]:
         """Rocks and sand, samples of each class, int64 [num classes]: sand is the cheapest up to its budget."""
