@@ -211,7 +211,8 @@ def _fit_power(points: Points) -> PowerFit:
         coefficients = relative_nnls(columns, times)
         return robust_loss(columns @ coefficients / times - 1), coefficients
 
-    grid = np.arange(EXPONENT_RANGE[0], EXPONENT_RANGE[1] + 0.001, 0.05)
+    low, high = EXPONENT_RANGE
+    grid = np.minimum(np.arange(low, high + 0.001, 0.05), high)  # rounding ends it above
     best = min(grid.tolist(), key=lambda exponent: start(exponent)[0])
     a, b = start(best)[1].tolist()
     b = max(b, 1e-12)
@@ -222,7 +223,6 @@ def _fit_power(points: Points) -> PowerFit:
         relative: FloatArray = (fixed + slope * batch * ratio**exponent) / times - 1
         return relative
 
-    low, high = EXPONENT_RANGE
     result = least_squares(
         residuals,
         np.array([a, b, best]) / scale,

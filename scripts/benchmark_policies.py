@@ -75,7 +75,7 @@ from adaptiveload.training.policy_cases import (
     steps_to_run,
     synthetic_table,
 )
-from adaptiveload.training.policy_table import Row, markdown, rate_rows, summarize, title_of
+from adaptiveload.training.policy_table import Row, markdown, notes, rate_rows, summarize, title_of
 from adaptiveload.training.schedule import resolve_meet
 
 EPOCH_SAMPLES_PER_RANK = 30_000  # as the simulator: the paper's large buckets fill late
@@ -118,14 +118,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     options = parse_arguments(arguments)
     with ending_in_words("benchmark_policies"):
-        config = load_config(options.config, options.overrides)
+        cost = [f"cost.file={options.cost[0]}"] if options.cost else []
+        config = load_config(options.config, [*options.overrides, *cost])
         if options.dry_run:
+            if config.cost.gpu == "auto":
+                raise ValueError("--dry-run: whose memory and rates? Name the GPU, for example cost.gpu=h200")
             config = follow_launcher(config, os.environ, options.ranks)
-            predict(prepare(options, config, options.ranks, torch.device("cpu")))
+            predict(prepare(options, config, options.ranks, Hardware.of(torch.device("cpu"))))
             return
         ranks = start_ranks()
         config = follow_launcher(config, os.environ, ranks.world_size)
-        run(prepare(options, config, ranks.world_size, ranks.device), ranks, started + 60 * options.budget_minutes)
+        benchmark = prepare(options, config, ranks.world_size, Hardware.of_all(ranks))
+        run(benchmark, ranks, started + 60 * options.budget_minutes)
     finish_ranks(ranks)
 
 
@@ -183,7 +187,7 @@ def prepare(options: argparse.Namespace, config: RunConfig, world_size: int, har
     Raises:
         ValueError: Of a cost, a mix or a number of samples that cannot be.
     """
-    cost = replace(config.cost, file=options.cost[0] if options.cost else None, law=options.law)
+    cost = replace(config.cost, law=options.law)
     schedule = replace(
         config.schedule,
         samples_per_step=options.samples_per_rank * world_size,
@@ -335,6 +339,7 @@ def figures_of(
         settings.text_memory_tokens,
         device_memory_bytes(benchmark.gpu, benchmark.hardware),
     )
+    figures["cost"] = schedule.models.source
     return figures | {"updates": [update.from_step for update in schedule.history.updates]}
 
 
@@ -350,29 +355,19 @@ def write_results(rows: list[Row], benchmark: Benchmark) -> None:
         "memory_limit_tokens": config.schedule.memory_limit_tokens,
         "samples_per_rank": config.schedule.samples_per_step // benchmark.world_size,
         "same_samples": options.same_samples,
-        "cost": {
-            "files": options.cost,
-            "law": config.cost.law,
-            "scale_b2": options.scale_b2,
-            "adaptive": options.adaptive,
-        },
+        "scale_b2": options.scale_b2,
+        "adaptive": options.adaptive,
         "device": benchmark.device_title,
         "torch": torch.__version__,
     }
     (options.output / "policies.json").write_text(json.dumps({**about, "policies": rows}, indent=1))
-    samples = "the same samples for all" if options.same_samples else "each its own samples"
-    of_rank = f"{config.schedule.samples_per_step // benchmark.world_size} samples a rank"
+    meets = " and ".join(dict.fromkeys(row["meet"] for row in rows))
     head = (
-        f"{benchmark.world_size} x {about['device']}, {Path(options.mix).stem}, {of_rank}, "
-        f"{about['memory_limit_tokens'] or 'fitted'} tokens, ranks meet every {rows[0]['meet']}, {samples}"
+        f"{benchmark.world_size} x {about['device']}, {Path(options.mix).stem}, "
+        f"{about['samples_per_rank']} samples a rank, {about['memory_limit_tokens'] or 'fitted'} tokens, "
+        f"ranks meet every {meets}, {'the same samples for all' if options.same_samples else 'each its own samples'}"
     )
-    text = markdown(head, rows)
-    cut = [title_of(row) for row in rows if options.same_samples and not row["is_complete"]]
-    if cut:
-        text += f"\nCut by the budget, so not of the same samples: {'; '.join(cut)}.\n"
-    counts = [row["samples_per_step"] for row in rows]
-    if max(counts) > 1.05 * min(counts):
-        text += "\nSamples a step differ: a larger step levels better and pays less for optimizer and gathers.\n"
+    text = markdown(head, rows) + notes(rows, same_samples=options.same_samples)
     if options.adaptive:
         text += "\nMedian error of a micro-batch's planned time, step by step:\n\n"
         for row in rows:

@@ -2,7 +2,7 @@
 # The paper's table on one machine: what micro-batches cost, then each policy with kernels off and on, all blocks
 # recomputed and as few as fit, ranks meeting every slot and every step; HSDP beside FSDP; what the models predict.
 #   scripts/paper_table.sh NUM_GPUS OUTPUT [CONFIG [key=value ...]]
-# Variables: MIX, LIMIT (tokens; null: what fits), ACCELERATE (its configuration), SCAN_MINUTES, SCAN_OPTIONS,
+# Variables: GPU (a name that cost.gpu knows, for the prediction), MIX, LIMIT (tokens; null: what fits), ACCELERATE (its configuration), SCAN_MINUTES, SCAN_OPTIONS,
 # TABLE_MINUTES, SAMPLES_PER_RANK, STEPS, KERNELS, RECOMPUTE, MEET, PEER (empty: none), and STAGES of "scan table hsdp
 # predict": a later call can do the rest.
 set -euo pipefail
@@ -35,12 +35,12 @@ if [[ $stages == *" table "* ]]; then
     policies table --kernels ${KERNELS:-reference cuda} --recompute ${RECOMPUTE:-full auto} --meet ${MEET:-slot step} \
         ${PEER---peer}
 fi
-if [[ $stages == *" hsdp "* ]]; then
+if [[ $stages == *" hsdp "* ]] && ((gpus % 2 == 0)); then
     policies fsdp --policies balanced --meet slot
     policies hsdp schedule.shard_ranks=$((gpus / 2)) --policies balanced --meet slot
 fi
 if [[ $stages == *" predict "* ]]; then
-    python -m scripts.benchmark_policies "$config" "${overrides[@]}" --mix "$mix" --cost "$output"/cost-*.yaml \
+    python -m scripts.benchmark_policies "$config" "cost.gpu=${GPU:-h200}" "${overrides[@]}" --mix "$mix" --cost "$output"/cost-*.yaml \
         --dry-run --ranks "$gpus" --samples-per-rank "${SAMPLES_PER_RANK:-28}" --steps 48 \
         --recompute full auto --meet slot step --output "$output/predicted"
 fi

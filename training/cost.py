@@ -229,18 +229,18 @@ def build_models(
         limit = run.schedule.memory_limit_tokens or 2 * max(seq_lens)
         cost = prior if config.law == "two_term" else power_law_of(prior, seq_lens, limit)
         return RunModels(cost, memory, kept_memory, "a prior from FLOPs, not measured", False)
-    file = CostFile.read(config.file)
+    file, source = CostFile.read(config.file), f"{config.file}, law {config.law}"
     if found := mismatches(file, run, gpu, hardware, meet, ranks):
         message = f"{config.file} was fitted for something else: {'; '.join(found)}"
         if not config.allow_mismatch:
             raise ValueError(f"{message}. Fit one here (scripts.benchmark_shapes), or set cost.allow_mismatch=true")
         logger.warning("%s; used all the same (cost.allow_mismatch)", message)
+        source += f", fitted for something else ({'; '.join(found)})"
     if file.memory is not None:
         if is_auto:
             kept_memory, memory = file.memory, replace(memory, static_bytes=file.memory.static_bytes)
         else:
             memory = file.memory
-    source = f"{config.file}, law {config.law}"
     is_measured = file.memory is not None and not is_auto  # what computing all blocks again takes is a prior's
     return RunModels(file.law(config.law), memory, kept_memory, source, is_measured)
 

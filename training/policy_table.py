@@ -211,6 +211,17 @@ def markdown(head: str, rows: Sequence[Row]) -> str:
     return "\n\n".join([head, *(_table(rows, columns) for columns in (MAIN, MORE))]) + "\n"
 
 
+def notes(rows: Sequence[Row], *, same_samples: bool) -> str:
+    """What a reader of the tables must know beside them, a paragraph each: prices, and what does not compare."""
+    lines = [f"Priced by {source}." for source in dict.fromkeys(row["cost"] for row in rows)]
+    if cut := [title_of(row) for row in rows if same_samples and not row["is_complete"]]:
+        lines.append(f"Cut by the budget, so not of the same samples: {'; '.join(cut)}.")
+    counts = [row["samples_per_step"] for row in rows]
+    if max(counts) > 1.05 * min(counts):
+        lines.append("Samples a step differ: a larger step levels better and pays less for optimizer and gathers.")
+    return "".join(f"\n{line}\n" for line in lines)
+
+
 def _table(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]]) -> str:
     names = [name for name in NAMES if name == "policy" or len({row[name] for row in rows}) > 1]
     lines = ["| " + " | ".join([*names, *(title for title, _, _ in columns)]) + " |"]

@@ -5,6 +5,7 @@ import pytest
 
 from adaptiveload.scheduling.cost import TwoTermCost
 from adaptiveload.scheduling.fit import (
+    EXPONENT_RANGE,
     check_points,
     fit_memory,
     fit_power,
@@ -83,6 +84,15 @@ def test_planted_power_law_is_found_through_noise_and_spikes(name, seed):
     in_ms = fit_power(points_of(*(rows * [1, 1, 1, 1000]).T))
     assert in_ms.cost.exponent == pytest.approx(fit.cost.exponent, abs=1e-3)
     assert in_ms.cost.b_us == pytest.approx(1000 * fit.cost.b_us, rel=0.02)
+
+
+@pytest.mark.parametrize(("exponent", "found"), [(0.3, EXPONENT_RANGE[0]), (4, EXPONENT_RANGE[1])])
+def test_a_power_law_beyond_the_range_is_fitted_at_its_edge(exponent, found):
+    """What a busy machine measures may look so; the search must not start outside of its bounds."""
+    batch, lengths = (each.reshape(-1) for each in np.meshgrid([1, 2, 4], [256, 1024, 4096, 7800]))
+    seconds = 0.01 + batch * (lengths / 4096) ** exponent
+    rows = np.repeat(np.stack([batch, lengths, np.ones_like(batch), seconds], 1), 4, axis=0)
+    assert fit_power(points_of(*rows.T)).cost.exponent == pytest.approx(found, abs=0.01)
 
 
 def test_two_term_law_and_its_launch_floor_are_found():
