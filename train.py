@@ -40,7 +40,7 @@ from adaptiveload.training.metrics import (
 from adaptiveload.training.optimizer import learning_rate
 from adaptiveload.training.previews import Previews
 from adaptiveload.training.run import Run, build_run, check_agreement
-from adaptiveload.training.schedule import Schedule, build_schedule
+from adaptiveload.training.schedule import build_schedule
 from adaptiveload.training.startup_report import describe_schedule
 from adaptiveload.training.step_guard import MicroBatchLosses
 from adaptiveload.training.stop_signals import STOPPED_EXIT_CODE, StopSignals, end_at_signals
@@ -294,10 +294,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def start(options: argparse.Namespace, stop: StopSignals) -> tuple[Run, GroupWatch] | None:
     """Meet the other ranks and build the run, or, with --dry-run, only print its plan. Ends the process on an error."""
-    watch = None
+    watch, run_dir = None, None
     try:
         config = load_config(options.config, options.overrides)
-        is_first = os.environ.get("RANK", "0") == "0"
+        run_dir, is_first = config.run_dir, os.environ.get("RANK", "0") == "0"
         end_at_signals(f"train.py: interrupted; start {config.run_dir} again to go on" if is_first else None, stop)
         if config.checkpoint.is_on and not options.dry_run:
             stop.catch()
@@ -313,15 +313,8 @@ def start(options: argparse.Namespace, stop: StopSignals) -> tuple[Run, GroupWat
             return None
         watch = GroupWatch(ranks.rank, config.watch, config.run_dir)
         run = build_run(config, ranks)
-        if ranks.is_main and run.first_step < config.max_steps:
-            if isinstance(run.schedule, Schedule):
-                print(describe_schedule(run.schedule, ranks.world_size, run.first_step))
-            print(f"trained: {config.describe_trained()}; the run begins at step {run.first_step}", flush=True)
-        elif ranks.is_main:
-            done = f"{config.run_dir} has all {config.max_steps} steps"
-            print(f"{done}: nothing left to train (raise max_steps to go on)")
     except Exception as error:
-        known = str(error) if isinstance(error, ValueError) else explain_failure(error)
+        known = str(error) if isinstance(error, ValueError) else explain_failure(error, run_dir)
         if watch is not None:
             watch.end_all(1, f"rank {watch.rank}, at the start: {known or repr(error)}")
         if known is None:

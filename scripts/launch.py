@@ -24,23 +24,33 @@ from adaptiveload.training.stop_signals import LOWER_LIMIT_EXIT_CODE, STOP_SIGNA
 _PORT = "--main_process_port"
 
 
-def forward_signals() -> None:
-    """Send each of `STOP_SIGNALS` that comes to this process to its children, as soon as there are any.
+def forward_signals(command: Sequence[str]) -> None:
+    """Send each of `STOP_SIGNALS` that comes to this process to the ranks, as soon as there are any.
 
-    They are blocked here, which children inherit: a rank that is still starting gets them once it looks.
+    They are blocked here, which children inherit: a rank that is still starting gets them once it looks. `command` is
+    what the ranks run; accelerate has other children too, such as nvidia-smi before it starts them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def forward() -> None:
         while True:
             number = signal.sigwait(STOP_SIGNALS)
-            while not (children := psutil.Process().children()):  # accelerate's imports take seconds
-                time.sleep(0.1)
-            for child in children:
+            while not (ranks := [child for child in psutil.Process().children() if _runs(child, command)]):
+                time.sleep(0.1)  # accelerate's imports take seconds
+            for rank in ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-                    child.send_signal(number)
+                    rank.send_signal(number)
 
     threading.Thread(target=forward, name="signals", daemon=True).start()
+
+
+def _runs(child: psutil.Process, command: Sequence[str]) -> bool:
+    """Whether `child` is a rank: its command line ends as `command` does, and is not the launcher's, as before exec."""
+    try:
+        words = child.cmdline()
+    except psutil.NoSuchProcess:  # it has just ended
+        return False
+    return bool(words) and words[-1:] == list(command[-1:]) and words != psutil.Process().cmdline()
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -82,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--memory_restarts", type=int, default=3)
     own, others = parser.parse_known_args(arguments)
-    forward_signals()
+    forward_signals(others)
     code = launch(others)
     if code == LOWER_LIMIT_EXIT_CODE and own.memory_restarts > 0:
         print(f"scripts.launch: starts again under the lower limit, {own.memory_restarts - 1} more times", flush=True)

@@ -30,6 +30,9 @@ _LOOK_EVERY_S = 1.0
 _GRACE_S = 5.0
 # Longest wait for what may never answer: the store, the disk, who reads the output.
 _ANSWER_S = 3.0
+# That of a rank that fails, for the store alone, which may only be slow: without its answer the rank would end with a
+# code of its own, where that of the first to fail has the run started again.
+_LAST_ANSWER_S = 10.0
 # The process group's own timeout comes after this watch: it can only abort.
 GROUP_MARGIN_S = 60.0
 _MOST_KEYS = 8
@@ -112,20 +115,20 @@ class GroupWatch:
             Exit code and reason, those of the rank that told first: the failure of this one may follow from that.
         """
         self.stop()
-        return self._tell(code, reason)
+        return self._tell(code, reason, _LAST_ANSWER_S)
 
     def stop(self) -> None:
         """Stop watching: from here on ranks may end when they like."""
         self._stopped.set()
 
-    def _tell(self, code: int, reason: str) -> tuple[int, str]:
+    def _tell(self, code: int, reason: str, answer_s: float) -> tuple[int, str]:
         def ask() -> str:
             try:
                 return self._store.compare_set(_KEY, "", f"{code} {reason}").decode()
             except RuntimeError:  # the process that kept the store has ended, so the others know
                 return f"{code} {reason}"
 
-        told = _within(_ANSWER_S, ask)
+        told = _within(answer_s, ask)
         if told is None:
             say(f"train.py: rank {self.rank}: rank 0 or its launcher does not answer, their node may have failed")
             return code, reason
@@ -144,7 +147,7 @@ class GroupWatch:
         if not position.is_bounded or time.monotonic() - position.since <= self.timeout_s:
             return None
         reason = f"rank {self.rank} has stood still for over watch.timeout_s={self.timeout_s:g} s: {position}"
-        return self._tell(1, reason)
+        return self._tell(1, reason, _ANSWER_S)
 
     def _watch(self, look: Callable[[], tuple[int, str] | None]) -> None:
         told = None

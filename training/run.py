@@ -37,6 +37,7 @@ from adaptiveload.training.schedule import (
     model_geometry,
     model_identity,
 )
+from adaptiveload.training.startup_report import describe_start
 from adaptiveload.training.step_guard import StepGuard
 from adaptiveload.training.step_timer import StepTimer
 from adaptiveload.training.stragglers import StragglerWatch
@@ -112,10 +113,10 @@ def build_run(config: RunConfig, ranks: Ranks) -> Run:
     profiler = Profiler(config.profile, ranks, config.run_dir, timer, print)
     feed, held_out, adaptation = build_feeds(config, ranks, schedule, saved, first_step)
 
-    # Nothing refuses the start from here on: the folder may change.
     min_drawn = min(_MIN_DRAWN, len(schedule.train_ids)) if isinstance(schedule, Schedule) else _MIN_DRAWN
     ledger = Ledger(config.run_dir, ranks.rank, config.data, min_drawn, num_lost)
-    ranks.run_on_main(lambda: prepare_folder(config, schedule.config, ledger, first_step))
+    # Nothing refuses the start after this: the folder changes.
+    ranks.run_on_main(lambda: begin(config, schedule, ranks.world_size, ledger, first_step))
     tracker = Tracker(config.run_dir, config.tracking, config, first_step, config.max_steps) if ranks.is_main else None
     if tracker is not None:
         profiler.say = tracker.message
@@ -157,15 +158,23 @@ def plan_run(
     return schedule
 
 
-def prepare_folder(config: RunConfig, resolved: RunConfig, ledger: Ledger, first_step: int) -> None:
-    """Leave no row in the run's folder that will be written again, and the configuration; on rank 0."""
+def begin(
+    config: RunConfig, schedule: Schedule | StreamSchedule, num_ranks: int, ledger: Ledger, first_step: int
+) -> None:
+    """Leave no row in the run's folder that will be written again, and the configuration; say what is done; on rank 0.
+
+    Raises:
+        ValueError: If there is nothing to train; the folder is then as it was.
+    """
+    report = describe_start(config, schedule, num_ranks, first_step)
     if first_step == 0:
         figures = [config.run_dir / name for name in FIGURES_NAMES]
         if line := move_aside([*figures, ledger.lost_path, ledger.skipped_path, ledger.samples_dir]):
             print(line, flush=True)
     ledger.forget_from(first_step)
     if first_step < config.max_steps:
-        save_config(resolved, config.run_dir / "config.yaml")
+        save_config(schedule.config, config.run_dir / "config.yaml")
+    print(report, flush=True)
 
 
 def build_memory_limits(

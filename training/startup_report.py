@@ -11,13 +11,22 @@ from adaptiveload.scheduling.metrics import idle_share, load_cv, step_time
 from adaptiveload.scheduling.plan import StepPlan
 from adaptiveload.scheduling.policies import limit_of, recompute_of
 from adaptiveload.scheduling.recompute import ALL_BLOCKS
+from adaptiveload.training.config import RunConfig
 from adaptiveload.training.cost import device_memory_bytes
 from adaptiveload.training.policy_table import fullest_of
-from adaptiveload.training.schedule import Schedule
+from adaptiveload.training.schedule import Schedule, StreamSchedule
 
 _NUM_STEPS = 20
 _MAX_NAMES = 20  # dropped files that are named; the rest is counted
 _REPORT_NAME = "report.json"  # what scripts.prepare skipped, beside the dataset's shards
+
+
+def describe_start(config: RunConfig, schedule: Schedule | StreamSchedule, ranks: int, first_step: int) -> str:
+    """What a run says as it starts: its plan, as `describe_schedule`, and what it trains; or that it is done."""
+    if first_step >= config.max_steps:
+        return f"{config.run_dir} has all {config.max_steps} steps: nothing left to train (raise max_steps to go on)"
+    plan = [describe_schedule(schedule, ranks, first_step)] if isinstance(schedule, Schedule) else []
+    return "\n".join([*plan, f"trained: {config.describe_trained()}; the run begins at step {first_step}"])
 
 
 def describe_schedule(schedule: Schedule, ranks: int, first_step: int = 0) -> str:

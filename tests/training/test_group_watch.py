@@ -51,6 +51,23 @@ def test_a_store_that_does_not_answer_holds_up_no_rank_that_ends(frozen_store: l
     assert (output, fails.returncode) == ("(3, 'its own reason')\n", 3), errors
 
 
+class SlowStore:
+    """Of a first node that has too much to do; a rank that ran out of memory has told it before."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        threading.Event().wait(0.1)
+        return b"86 out of memory"
+
+
+def test_a_rank_that_fails_waits_longer_for_what_another_has_told(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_watch, "_ANSWER_S", 0.0)
+    watch = GroupWatch(0, WatchConfig(), tmp_path)
+    watch._store = SlowStore()
+    assert watch.end_all(1, "the connection to another rank broke") == (86, "out of memory")
+
+
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes that this process would have ended with."""

@@ -6,12 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from adaptiveload.training import run_folder
+from adaptiveload.training import run_folder, startup_report
 from adaptiveload.training.config import load_config
 from adaptiveload.training.distributed import Ranks
 from adaptiveload.training.rows import drop_rows_from, move_aside
@@ -28,6 +28,7 @@ file.flush()
 print("held", flush=True)
 sys.stdin.read()
 """
+ASKS = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
 
 class OnAnotherNode:
@@ -66,34 +67,84 @@ def test_a_node_that_sees_the_folder_late_is_waited_for(tmp_path: Path, monkeypa
     assert late.exists()
 
 
-def test_a_second_run_is_refused_until_the_first_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+@pytest.fixture
+def holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen]:
+    """A run that holds `tmp_path`."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     command = [sys.executable, "-c", HOLDER, str(tmp_path / LOCK_NAME)]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        held_by = f"held by another run: host node7, pid {holder.pid}, Slurm job 42"
-        for job in (None, "43", "42"):
-            if job:
-                monkeypatch.setenv("SLURM_JOB_ID", job)
-            with pytest.raises(ValueError, match=held_by):
-                run_folder._lock(tmp_path)
-        assert json.loads((tmp_path / LOCK_NAME).read_text())["host"] == "node7", "the holder's name stays"
-        # The same job, queued again: Slurm has ended what held it, on a node that may be gone.
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        run_folder._lock(tmp_path)
-        assert "still held for this job's earlier start, on node7" in capsys.readouterr().out
-        monkeypatch.delenv("SLURM_JOB_ID")
-        with pytest.raises(ValueError, match="held by another run"):
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def is_held(folder: Path) -> bool:
+    asked = subprocess.run([sys.executable, "-c", ASKS, folder / LOCK_NAME], stderr=subprocess.PIPE, text=True)
+    assert asked.returncode == 0 or "BlockingIOError" in asked.stderr, asked.stderr
+    return asked.returncode != 0
+
+
+def test_a_second_run_is_refused(tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "_FREE_WITHIN_S", 0.0)
+    held_by = rf"held by another run: host node7, pid {holder.pid}, Slurm job 42\. .* if node7 is gone, remove .*/lock$"
+    for job in (None, "43", "42"):
+        if job:
+            monkeypatch.setenv("SLURM_JOB_ID", job)
+        with pytest.raises(ValueError, match=held_by):
             run_folder._lock(tmp_path)
-    finally:
-        holder.kill()
-        holder.communicate()
+    assert json.loads((tmp_path / LOCK_NAME).read_text())["host"] == "node7", "the holder's name stays"
+
+
+def test_a_run_whose_launcher_was_killed_is_waited_for(
+    tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            holder.kill()
+            holder.communicate()
+
+    monkeypatch.setattr(run_folder.time, "sleep", sleep)
     run_folder._lock(tmp_path)
-    assert capsys.readouterr().out == ""
+    assert len(looks) == 3
+    assert is_held(tmp_path)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith(f"host node7, pid {holder.pid}, Slurm job 42; this start waits up to 40 s for its end")
+
+
+def test_a_requeued_job_takes_the_folder_from_its_earlier_start_and_holds_it(
+    tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Slurm has ended what held it, on a node that may be gone, and its lock with it."""
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run_folder._lock(tmp_path)
+    assert "still held for this job's earlier start, on node7" in capsys.readouterr().out
+    holder.kill()
+    holder.communicate()
+    assert is_held(tmp_path)
+
+
+def test_a_full_disk_is_named_and_the_holders_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = json.dumps({"host": "node7", "pid": 1})
+    (tmp_path / LOCK_NAME).write_text(before)
+    for call in ("pwrite", "fsync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(run_folder.os, call, full)
+            with pytest.raises(ValueError, match=rf"output_dir: {tmp_path} cannot be written \(.*No space left"):
+                run_folder._lock(tmp_path)
+        if call == "pwrite":
+            assert (tmp_path / LOCK_NAME).read_text() == before
+    (tmp_path / LOCK_NAME).write_text("x" * 1000)
+    run_folder._lock(tmp_path)
+    assert json.loads((tmp_path / LOCK_NAME).read_text())["token"], "nothing is left of longer content"
 
 
 def test_where_there_are_no_locks_a_run_goes_on(
@@ -157,17 +208,21 @@ def test_what_is_moved_aside_takes_the_next_free_number(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl.1").read_text() == "metrics 1"
 
 
-def contents(folder: Path) -> dict[str, str]:
+def contents(folder: Path) -> dict[str, str | None]:
+    """Of all files, and None for a folder."""
     return {
-        str(path.relative_to(folder)): path.read_text()
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else None
         for path in folder.rglob("*")
-        if path.is_file() and path.name != LOCK_NAME
+        if path.name != LOCK_NAME
     }
 
 
-def test_a_refused_start_changes_nothing_and_a_new_one_loses_nothing(
-    run_config: Path, ranks: Ranks, capsys: pytest.CaptureFixture
+def test_a_refused_start_changes_no_file_and_a_new_one_loses_nothing(
+    run_config: Path, ranks: Ranks, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def nothing_to_train(*_) -> str:
+        raise ValueError("the plan is empty")
+
     keys = ["name=again", "checkpoint.every_steps=0", "max_steps=4"]
     config = load_config(run_config, keys)
     folder = config.run_dir
@@ -180,6 +235,11 @@ def test_a_refused_start_changes_nothing_and_a_new_one_loses_nothing(
     with pytest.raises(ValueError, match=r"profile\.ranks"):
         build_run(load_config(run_config, [*keys, "profile.steps=[0, 1]", "profile.ranks=[64]"]), ranks)
     assert contents(folder) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(startup_report, "describe_schedule", nothing_to_train)
+        with pytest.raises(ValueError, match="the plan is empty"):
+            build_run(config, ranks)
+    assert contents(folder) == before
 
     run = build_run(config, ranks)
     run.feed.close()
@@ -189,4 +249,6 @@ def test_a_refused_start_changes_nothing_and_a_new_one_loses_nothing(
         file, _, rest = name.partition("/")
         assert after["/".join(filter(None, (f"{file}.1", rest)))] == before[name]
         assert not after.get(name)
-    assert re.search(r"metrics.jsonl, schedule.jsonl, .* are kept", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(r"metrics.jsonl, schedule.jsonl, .* are kept", said)
+    assert "the run begins at step 0" in said

@@ -58,12 +58,13 @@ def test_a_signal_is_repeated_if_it_comes_well_after_the_first_of_its_kind() -> 
 LAUNCHER = """
 import os, signal, subprocess, sys, time
 from scripts.launch import forward_signals
-forward_signals()
+rank = [sys.executable, "-c", "import signal; signal.sigwait({signal.SIGTERM})"]
+forward_signals(rank)
 os.kill(os.getpid(), signal.SIGTERM)
 while signal.sigpending():
     time.sleep(0.01)
-rank = subprocess.Popen([sys.executable, "-c", "import signal; signal.sigwait({signal.SIGTERM})"])
-sys.exit(rank.wait(timeout=30))
+subprocess.run(["sleep", "0.5"], check=True)  # as nvidia-smi, which the ranks' signals are not for
+sys.exit(subprocess.Popen(rank).wait(timeout=30))
 """
 
 

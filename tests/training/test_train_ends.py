@@ -61,6 +61,15 @@ def test_a_full_disk_is_named_and_keeps_no_rank_from_its_end(
     assert len(others) == 2, "what failed afterwards, a line each"
 
 
+def test_a_full_disk_at_the_start_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(run_dir=tmp_path, checkpoint=SimpleNamespace(is_on=False), data=SimpleNamespace())
+    monkeypatch.setattr(train, "load_config", lambda *_: config)
+    monkeypatch.setattr(train, "end_at_signals", raiser(OSError(errno.ENOSPC, "No space left on device")))
+    options = SimpleNamespace(config=None, overrides=[])
+    with pytest.raises(SystemExit, match=rf"train\.py: No space left on device: {tmp_path}, where "):
+        train.start(options, train.StopSignals())
+
+
 def test_the_file_that_found_no_room_is_named(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "metrics.jsonl"
     said = explain_failure(OSError(errno.EDQUOT, "Disk quota exceeded", str(path)), tmp_path)

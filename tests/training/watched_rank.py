@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from adaptiveload.training import group_watch
 
-group_watch._LOOK_EVERY_S, group_watch._GRACE_S = 0.1, 0.1
+group_watch._LOOK_EVERY_S, group_watch._GRACE_S, group_watch._LAST_ANSWER_S = 0.1, 0.1, 1.0
 ever = threading.Event()
 
 
