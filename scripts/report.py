@@ -118,6 +118,7 @@ def _figures_table(metrics: list[dict[str, Any]], steps: list[dict[str, Any]]) -
     held_out = [row for row in metrics if row.get("train/loss_heldout") is not None]
     rows = [
         ("load CV, planned", median("imbalance/load_cv", ".4f")),
+        ("load CV, measured", median("imbalance/measured_cv", ".4f")),
         ("step-time CV, measured", median("imbalance/step_time_cv", ".4f")),
         ("idle share, planned", median("imbalance/idle_share_planned", ".4f")),
         ("idle share, measured", median("imbalance/idle_share", ".4f")),

@@ -28,7 +28,7 @@ SECTIONS = {
         Panel("Idle share, planned and measured", ("imbalance/idle_share_planned", "imbalance/idle_share")),
         Panel("Busy seconds by rank", pattern="^rank/[0-9]+/busy_s$"),
         Panel("Straggler", ("imbalance/straggler",)),
-        Panel("Load CV planned, step-time CV measured", ("imbalance/load_cv", "imbalance/step_time_cv")),
+        Panel("Load CV, planned and measured", ("imbalance/load_cv", "imbalance/measured_cv")),
         Panel("Cost error", ("imbalance/cost_error",)),
     ),
     "Speed and memory": (

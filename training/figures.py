@@ -1,6 +1,6 @@
 """Pictures of a run: its shape mix, what each rank did in each slot, busy seconds, imbalance and loss."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -15,7 +15,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from adaptiveload.scheduling.metrics import where_ranks_meet
+from adaptiveload.scheduling.metrics import step_time, where_ranks_meet
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
 Record = dict[str, Any]
@@ -24,6 +24,7 @@ _COLORS = mpl.colormaps["viridis"]
 _STYLES = ("-", "--", "-.", ":")
 # A page shows no more columns than this; a longer run's columns are means of several steps.
 _MOST_COLUMNS = 400
+MOST_NAMED_RANKS = 32  # with more, a picture of the ranks does not grow any more
 
 
 def shape_mix_figure(counts: dict[Shape, int], geometry: LatentGeometry) -> Figure:
@@ -46,19 +47,22 @@ def shape_mix_figure(counts: dict[Shape, int], geometry: LatentGeometry) -> Figu
 def schedule_figure(records: Sequence[Record]) -> Figure:
     """Timeline of ranks over some steps: above as planned, below as measured; grey is waiting for other ranks.
 
-    Where ranks meet in every slot, a slot ends for all when its slowest rank is done; where they meet once a step,
-    the step does.
+    Ranks wait where they meet (`where_ranks_meet`): at the end of every slot, or at the begin and the end of the
+    backward of their last micro-batches, which is hatched then.
     """
+    num_ranks = _num_ranks(records)
     figure, (planned, measured) = plt.subplots(
-        2, 1, figsize=(12, 1.2 + 0.55 * 2 * _num_ranks(records)), layout="constrained"
+        2, 1, figsize=(12, 1.2 + 0.55 * 2 * min(num_ranks, MOST_NAMED_RANKS)), layout="constrained"
     )
     lengths = [length for record in records for length in _tokens_per_sample(record).values()]
     norm = LogNorm(max(min(lengths), 1), max(lengths) + 1)
     _draw_timeline(planned, records, "costs_us", 1e-6, norm)
     _draw_timeline(measured, records, "busy_s", 1.0, norm)
-    planned.set_title(
-        f"Planned: steps {records[0]['step']} to {records[-1]['step']}, ranks meet every {records[0]['meet']}"
-    )
+    where = "in the backward (hatched) of their last micro-batches"
+    if records[0]["meet"] == "slot":
+        num_groups = records[0].get("replicas", 1)
+        where = "in every slot" + f" within {num_groups} groups, which meet at the end of the step" * (num_groups > 1)
+    planned.set_title(f"Planned: steps {records[0]['step']} to {records[-1]['step']}, ranks meet {where}")
     measured.set_title("Measured: busy seconds of each micro-batch, waiting left out of them")
     measured.set_xlabel("seconds; a bar is a micro-batch, its colour the mean tokens of its samples, n its samples")
     figure.colorbar(ScalarMappable(norm, _COLORS), ax=[planned, measured], label="tokens per sample", pad=0.01)
@@ -78,39 +82,65 @@ def _tokens_per_sample(record: Record) -> dict[tuple[int, int], float]:
     return lengths
 
 
+def _stretches(costs: np.ndarray, meet: str, replicas: int) -> Iterator[tuple[np.ndarray, float, float, np.ndarray]]:
+    """A step from meeting to meeting: ranks that meet, begin and end, and their parts of each micro-batch in between.
+
+    Times count from the step's start. Groups with a copy of the model each wait for each other at the end of the step.
+
+    Args:
+        costs: [G, R], in seconds.
+        meet: As in `where_ranks_meet`.
+        replicas: Groups of consecutive ranks that meet in slots among themselves.
+    """
+    for ranks in np.split(np.arange(costs.shape[1]), replicas if meet == "slot" else 1):
+        parts = _parts(costs[:, ranks], meet)  # [meetings, G, ranks]
+        ends = parts.sum(axis=1).max(axis=1).cumsum()
+        ends[-1] = step_time(costs, meet, replicas)
+        for begin, end, part in zip([0.0, *ends[:-1]], ends, parts, strict=True):
+            yield ranks, begin, end, part
+
+
+def _parts(costs: np.ndarray, meet: str) -> np.ndarray:
+    """What of each micro-batch lies before each meeting, [meetings, G, R]; summed over G it is `where_ranks_meet`."""
+    if meet == "slot":
+        return costs * np.eye(len(costs))[:, :, None]
+    is_last = (costs > 0) & (np.cumsum(costs[::-1], axis=0)[::-1] == costs)
+    backward = np.where(is_last, where_ranks_meet(costs, meet)[1], 0)
+    return np.stack([costs - backward, backward])
+
+
 def _draw_timeline(axes: Axes, records: Sequence[Record], field: str, unit_s: float, norm: LogNorm) -> None:
     start, num_ranks = 0.0, _num_ranks(records)
     for record in records:
-        durations = np.asarray(record[field], dtype=float) * unit_s  # [G, R]
-        meetings = durations[:, None] if record["meet"] == "slot" else durations[None]  # [meetings, slots, R]
-        # Groups with a copy of the model each meet among themselves in every slot, with the others at the end.
-        num_groups = record.get("replicas", 1) if record["meet"] == "slot" else 1
-        groups = np.split(np.arange(num_ranks), num_groups)
-        step_end = start + max(sum(slots[:, ranks].sum(0).max() for slots in meetings) for ranks in groups)
-        for ranks in groups:
-            begin, lengths, g = start, _tokens_per_sample(record), 0
-            for number, slots in enumerate(meetings, 1):
-                end = step_end if number == len(meetings) else begin + slots[:, ranks].sum(0).max()
-                axes.barh(ranks, end - begin, left=begin, height=0.8, color="#d9d9d9", edgecolor="white", linewidth=0.3)
-                left = np.full(num_ranks, begin)
-                for row in slots:
-                    for r in ranks:
-                        color = _COLORS(norm(lengths[g, r])) if (g, r) in lengths else "white"
-                        axes.barh(r, row[r], left=left[r], height=0.8, color=color, edgecolor="white", linewidth=0.5)
-                        _label_bar(axes, record, g, r, left[r], row[r])
-                    left, g = left + row, g + 1
-                begin = end
-        start = step_end
+        costs = np.asarray(record[field], dtype=float) * unit_s  # [G, R]
+        meet, replicas, lengths = record["meet"], record.get("replicas", 1), _tokens_per_sample(record)
+        for ranks, begin, end, part in _stretches(costs, meet, replicas):
+            axes.barh(ranks, end - begin, left=start + begin, height=0.8, color="#d9d9d9", linewidth=0)
+            left = np.full(len(ranks), start + begin)
+            is_backward = meet == "step" and begin > 0
+            for g in np.flatnonzero(part.any(axis=1)):
+                colors = [_COLORS(norm(lengths[g, r])) if (g, r) in lengths else (1.0,) * 4 for r in ranks]
+                axes.barh(
+                    ranks, part[g], left=left, height=0.8, color=colors,
+                    edgecolor=(1, 1, 1, 0.5), linewidth=0.5, hatch="//" if is_backward else None,
+                )  # fmt: skip
+                for r, at, width, color in zip(ranks, left, part[g], colors, strict=True):
+                    if 2 * width > costs[g, r]:  # of a micro-batch in two parts the longer
+                        _label_bar(axes, record, (g, r), at + width / 2, "black" if sum(color[:3]) > 1.6 else "white")
+                left = left + part[g]
+        start += step_time(costs, meet, replicas)
         axes.axvline(start, color="black", linewidth=1)
-    axes.set_yticks(range(num_ranks), [f"rank {r}" for r in range(num_ranks)])
+    if num_ranks <= MOST_NAMED_RANKS:
+        axes.set_yticks(range(num_ranks), [f"rank {r}" for r in range(num_ranks)])
     axes.invert_yaxis()
     axes.set_xlim(0, start)
 
 
-def _label_bar(axes: Axes, record: Record, g: int, r: int, left: float, width: float) -> None:
+def _label_bar(axes: Axes, record: Record, micro_batch: tuple[int, int], x: float, color: str) -> None:
+    g, r = micro_batch
     shapes = record["shapes"][g][r]
     if shapes and len(record["shapes"]) * _num_ranks([record]) <= 64:
-        axes.text(left + width / 2, r, str(sum(shapes.values())), ha="center", va="center", fontsize=7, color="white")
+        axes.text(x, r, str(sum(shapes.values())), ha="center", va="center", fontsize=7, color=color)
 
 
 def busy_figure(steps: Sequence[int], busy_s: np.ndarray) -> Figure:
@@ -158,15 +188,12 @@ def busy_figure(steps: Sequence[int], busy_s: np.ndarray) -> Figure:
     return figure
 
 
-MOST_NAMED_RANKS = 32  # with more, a picture of the ranks does not grow any more
-
-
 def policies_figure(rows: Sequence[Record], titles: Sequence[str]) -> Figure:
     """Busy seconds by rank over the steps of each row, waiting shaded; a line ends a step.
 
     Args:
-        rows: With `meet` and `steps`, of which each has `busy_s` [G, R] and its wall seconds `step_s`. What a step
-            takes beyond its meetings (collectives, optimizer) is left white.
+        rows: With `meet`, `replicas` and `steps`, of which each has `busy_s` [G, R] and its wall seconds `step_s`. What
+            a step takes beyond its meetings (collectives, optimizer) is left white.
         titles: One a row.
     """
     num_ranks = [len(row["steps"][0]["busy_s"][0]) for row in rows]
@@ -178,12 +205,11 @@ def policies_figure(rows: Sequence[Record], titles: Sequence[str]) -> Figure:
     for axes, row, title, num in zip(all_axes[:, 0], rows, titles, num_ranks, strict=True):
         start = 0.0
         for step in row["steps"]:
-            left = start
-            for busy in where_ranks_meet(step["busy_s"], row["meet"]):
-                axes.barh(range(num), busy.max(), left=left, height=0.8, color="#e3b5a4")
-                axes.barh(range(num), busy, left=left, height=0.8, color="#3d6b8f")
-                left += busy.max()
-            start += max(step["step_s"], left - start)
+            busy_s = np.asarray(step["busy_s"], dtype=float)
+            for ranks, begin, end, part in _stretches(busy_s, row["meet"], row["replicas"]):
+                axes.barh(ranks, end - begin, left=start + begin, height=0.8, color="#e3b5a4")
+                axes.barh(ranks, part.sum(axis=0), left=start + begin, height=0.8, color="#3d6b8f")
+            start += max(step["step_s"], step_time(busy_s, row["meet"], row["replicas"]))
             axes.axvline(start, color="black", linewidth=0.6)
         if num <= MOST_NAMED_RANKS:
             axes.set_yticks(range(num), [f"rank {rank}" for rank in range(num)], fontsize=7)
@@ -195,18 +221,24 @@ def policies_figure(rows: Sequence[Record], titles: Sequence[str]) -> Figure:
 
 
 def imbalance_figure(metrics: Sequence[Record]) -> Figure:
-    """Planned and measured CV, and idle share, over the steps."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 3.2), layout="constrained")
-    _draw_curve(left, metrics, "imbalance/load_cv", "load CV, planned", "#9bb7d4")
-    _draw_curve(left, metrics, "imbalance/step_time_cv", "step-time CV, measured", "#d1603d")
+    """Over the steps: load CV and idle share, planned and measured, and the CV of the measured totals.
+
+    Metrics of runs from before `imbalance/measured_cv` leave that curve out.
+    """
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 3.2), layout="constrained")
+    _draw_curve(left, metrics, "imbalance/load_cv", "planned", "#9bb7d4")
+    _draw_curve(left, metrics, "imbalance/measured_cv", "measured", "#d1603d")
+    _draw_curve(middle, metrics, "imbalance/step_time_cv", "measured", "#d1603d")
     _draw_curve(right, metrics, "imbalance/idle_share_planned", "planned", "#9bb7d4")
     _draw_curve(right, metrics, "imbalance/idle_share", "measured", "#d1603d")
-    left.set_title("Imbalance of ranks (std / mean)")
+    left.set_title("Load CV: std / mean where ranks meet")
+    middle.set_title("Step-time CV: std / mean of the step's totals")
     right.set_title("Idle share")
-    for axes in (left, right):
+    for axes in (left, middle, right):
         axes.set_xlabel("step")
         axes.set_ylim(bottom=0)
-        axes.legend()
+        if axes.lines:
+            axes.legend()
     return figure
 
 

@@ -131,6 +131,7 @@ def step_metrics(
         "perf/data_wait_share": float((measured.data_wait_s / measured.step_s).max()),
         "perf/memory_peak_gib": float(measured.memory_peak_gib.max()),
         "imbalance/load_cv": load_cv(plan.costs_us, plan.meet, plan.replicas),
+        "imbalance/measured_cv": load_cv(measured.busy_s, plan.meet, plan.replicas),
         "imbalance/idle_share_planned": idle_share(plan.costs_us, plan.meet, plan.replicas),
         "imbalance/cost_error": cost_error(plan, measured.busy_s),
         "imbalance/step_time_cv": step_time_cv(measured.busy_s),

@@ -100,25 +100,24 @@ def summarize(
     all_pairs = list(zip(plans, measurements, strict=True))
     errors, pairs = [cost_error(plan, measured.busy_s) for plan, measured in all_pairs], all_pairs[warmup:]
     counted, meet, replicas = [plan for plan, _ in pairs], plans[0].meet, plans[0].replicas
-    planned = np.concatenate([where_ranks_meet(plan.costs_us, meet, replicas) for plan in counted])
-    busy = np.concatenate([where_ranks_meet(measured.busy_s, meet, replicas) for _, measured in pairs])
+    costs_us, busy_s = [plan.costs_us for plan in counted], [measured.busy_s for _, measured in pairs]
     step_s = np.array([measured.step_s.max() for _, measured in pairs])
     tokens = np.array([int(plan.num_tokens.sum()) for plan in counted])
     samples, peaks = sum(p.num_samples for p in counted), np.array([each.memory_peak_gib for _, each in pairs])
     steps = [_step_record(plan, measured, table) for plan, measured in pairs]
     sums, seconds = micro_batches_of(steps)
-    fullest = [fullest_of(plan, table, text_tokens) for plan in counted]
     return {
         "num_steps": len(counted),
         "meet": meet,
-        "load_cv": load_cv(planned, "slot"),
-        "measured_cv": load_cv(busy, "slot"),
-        "step_time_cv": float(np.mean([step_time_cv(measured.busy_s) for _, measured in pairs])),
-        "slot_time_cv": float(np.mean([load_cv(measured.busy_s, "slot", replicas) for _, measured in pairs])),
-        "step_time_cv_planned": float(np.mean([step_time_cv(plan.costs_us) for plan in counted])),
+        "replicas": replicas,
+        "load_cv": _load_cv(costs_us, meet, replicas),
+        "measured_cv": _load_cv(busy_s, meet, replicas),
+        "step_time_cv": float(np.mean([step_time_cv(seconds) for seconds in busy_s])),
+        "slot_time_cv": float(np.mean([load_cv(seconds, "slot", replicas) for seconds in busy_s])),
+        "step_time_cv_planned": float(np.mean([step_time_cv(costs) for costs in costs_us])),
         "tokens_per_s_planned": float(tokens.sum() / sum(step_time(p.costs_us, meet, replicas) for p in counted) * 1e6),
-        "idle_share_planned": _idle_share([plan.costs_us for plan in counted], meet, replicas),
-        "idle_share": _idle_share([measured.busy_s for _, measured in pairs], meet, replicas),
+        "idle_share_planned": _idle_share(costs_us, meet, replicas),
+        "idle_share": _idle_share(busy_s, meet, replicas),
         "tokens_per_s": float(tokens.sum() / step_s.sum()),
         "tokens_per_s_step_p5": float(np.percentile(tokens / step_s, 5)),
         "tokens_per_s_step_min": float((tokens / step_s).min()),
@@ -133,7 +132,7 @@ def summarize(
         "memory_peak_gib": float(peaks.max()),
         "memory_mean_gib": float(peaks.mean()),
         "memory_share": float(peaks.mean()) * 2**30 / device_bytes,
-        "token_limit_share": float(np.mean(fullest)) / token_limit,
+        "token_limit_share": float(np.mean([fullest_of(plan, table, text_tokens) for plan in counted])) / token_limit,
         "pearson_tokens": _pearson(sums[:, 1], seconds),
         "pearson_squares": _pearson(sums[:, 2], seconds),
         "steps": steps,
@@ -146,6 +145,11 @@ def fullest_of(plan: StepPlan, table: SampleTable, text_tokens: int) -> NDArray[
     return np.array(
         [max(int(tokens[list(batch)].sum()) for batch in plan.micro_batches(r)) for r in range(plan.costs_us.shape[1])]
     )
+
+
+def _load_cv(steps: Sequence[NDArray[Any]], meet: str, replicas: int) -> float:
+    """CV where ranks meet, averaged over the meetings of all steps; each is [G, R]."""
+    return load_cv(np.concatenate([where_ranks_meet(costs, meet, replicas) for costs in steps]), "slot")
 
 
 def _idle_share(steps: Sequence[NDArray[Any]], meet: str, replicas: int) -> float:

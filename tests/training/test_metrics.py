@@ -1,5 +1,7 @@
 """The figures of a step by hand, on a plan of two slots and two ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -55,6 +57,7 @@ def test_step_metrics_by_hand() -> None:
         "perf/memory_peak_gib": 5.0,
         "perf/mfu": sum(WAN_1_3B.train_flops(s, 512) for s in (4, 16, 8)) / 2.0 / 2 / 989e12,
         "imbalance/load_cv": (0.5 + 0.0) / 2,  # std/mean of (100, 300) is 100/200
+        "imbalance/measured_cv": (0.2 / 0.4 + 0.1 / 0.4) / 2,
         "imbalance/idle_share_planned": 1 - 400 / 500,
         "imbalance/cost_error": 1 - 0.0005,  # planned 100 us for .2 s, 300 for .6, 200 for .5; the filler is left out
         "imbalance/step_time_cv": 0.1 / 0.8,  # ranks busy .7 and .9
@@ -72,6 +75,14 @@ def test_step_metrics_by_hand() -> None:
         "rank/001/step_s": 1.9,
     }
     assert metrics == pytest.approx(expected)
+
+
+def test_planned_and_measured_cv_are_of_the_same_meetings() -> None:
+    """At meet "step" the totals were held against a plan that counts the last backward on its own."""
+    plan, measured = replace(PLAN, meet="step"), replace(MEASURED, busy_s=PLAN.costs_us / 1e3)
+    metrics = step_metrics(plan, measured, TABLE, None, "cpu")
+    assert metrics["imbalance/measured_cv"] == pytest.approx(metrics["imbalance/load_cv"])
+    assert metrics["imbalance/measured_cv"] != pytest.approx(metrics["imbalance/step_time_cv"])
 
 
 def test_mfu_is_only_given_for_known_devices() -> None:
