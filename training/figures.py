@@ -82,7 +82,7 @@ def _tokens_per_sample(record: Record) -> dict[tuple[int, int], float]:
     return lengths
 
 
-def _stretches(costs: np.ndarray, meet: str, replicas: int) -> Iterator[tuple[np.ndarray, float, float, np.ndarray]]:
+def stretches(costs: np.ndarray, meet: str, replicas: int = 1) -> Iterator[tuple[np.ndarray, float, float, np.ndarray]]:
     """A step from meeting to meeting: ranks that meet, begin and end, and their parts of each micro-batch in between.
 
     Times count from the step's start. Groups with a copy of the model each wait for each other at the end of the step.
@@ -114,7 +114,7 @@ def _draw_timeline(axes: Axes, records: Sequence[Record], field: str, unit_s: fl
     for record in records:
         costs = np.asarray(record[field], dtype=float) * unit_s  # [G, R]
         meet, replicas, lengths = record["meet"], record.get("replicas", 1), _tokens_per_sample(record)
-        for ranks, begin, end, part in _stretches(costs, meet, replicas):
+        for ranks, begin, end, part in stretches(costs, meet, replicas):
             axes.barh(ranks, end - begin, left=start + begin, height=0.8, color="#d9d9d9", linewidth=0)
             left = np.full(len(ranks), start + begin)
             is_backward = meet == "step" and begin > 0
@@ -206,7 +206,7 @@ def policies_figure(rows: Sequence[Record], titles: Sequence[str]) -> Figure:
         start = 0.0
         for step in row["steps"]:
             busy_s = np.asarray(step["busy_s"], dtype=float)
-            for ranks, begin, end, part in _stretches(busy_s, row["meet"], row["replicas"]):
+            for ranks, begin, end, part in stretches(busy_s, row["meet"], row["replicas"]):
                 axes.barh(ranks, end - begin, left=start + begin, height=0.8, color="#e3b5a4")
                 axes.barh(ranks, part.sum(axis=0), left=start + begin, height=0.8, color="#3d6b8f")
             start += max(step["step_s"], step_time(busy_s, row["meet"], row["replicas"]))

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from adaptiveload.scheduling.cost import PowerCost, TwoTermCost
 from adaptiveload.scheduling.fit import Points, relative_errors
+from adaptiveload.training.figures import stretches
 
 _COLORS = {"equal_token": "#b0b0b0", "dual_constraint": "#9bb7d4", "balanced": "#d1603d"}
 _LAW_COLORS = {"two terms": "#d1603d", "power law": "#9bb7d4"}
@@ -64,21 +65,22 @@ def slots_figure(rows: Sequence[dict[str, Any]], max_ranks: int = 16) -> Figure:
     )
     for axes, row in zip(panels[:, 0], same, strict=True):
         times = np.asarray(row["slots_us"], float) / 1e6  # [G, R]
-        _draw_slots(axes, times[:, :max_ranks], times, row["meet"])
+        _draw_slots(axes, times, row["meet"], min(max_ranks, times.shape[1]))
         axes.set_title(f"{row['policy']}: idle {row['idle_share']:.3f}, load CV {row['load_cv']:.3f}", fontsize=10)
         axes.set_ylabel("rank")
     panels[-1, 0].set_xlabel("planned seconds of one step")
     return figure
 
 
-def _draw_slots(axes: Axes, shown: np.ndarray, times: np.ndarray, meet: str) -> None:
-    start = np.zeros(shown.shape[1])
-    for g, row in enumerate(shown):
-        end = start.max() + times[g].max() if meet == "slot" else start + row
-        if meet == "slot":
-            axes.barh(range(len(row)), end - start, left=start, height=0.85, color="#d9d9d9", linewidth=0)
-        axes.barh(range(len(row)), row, left=start, height=0.85, color=f"C{g % 10}", edgecolor="white", linewidth=0.4)
-        start = np.full(len(row), end) if meet == "slot" else end
+def _draw_slots(axes: Axes, times: np.ndarray, meet: str, num_shown: int) -> None:
+    for _, begin, end, part in stretches(times, meet):
+        axes.barh(range(num_shown), end - begin, left=begin, height=0.85, color="#d9d9d9", linewidth=0)
+        left = np.full(num_shown, begin)
+        for g, row in enumerate(part[:, :num_shown]):
+            if row.any():
+                color = f"C{g % 10}"
+                axes.barh(range(num_shown), row, left=left, height=0.85, color=color, edgecolor="white", linewidth=0.4)
+            left = left + row
     axes.invert_yaxis()
 
 

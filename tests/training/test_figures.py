@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from adaptiveload.scheduling.metrics import idle_share, step_time
 from adaptiveload.training.figures import imbalance_figure, policies_figure, schedule_figure
+from adaptiveload.training.schedule_figures import slots_figure
 
 # Seconds, [G, R]: a rank that ends earlier than others, and one without work in the middle.
 COSTS = np.array([[8.0, 3, 5, 6], [1, 2, 0, 4], [3, 1, 2, 0]])
@@ -75,6 +76,16 @@ def test_timelines_of_many_ranks_stop_growing() -> None:
     record = {"step": 0, "meet": "slot", **many, "busy_s": [[1.0] * 100]}
     figure = schedule_figure([record])
     assert figure.get_figheight() < 40
+    plt.close(figure)
+
+
+@pytest.mark.parametrize("meet", ["slot", "step"])
+def test_waiting_of_a_simulated_step_is_drawn(meet: str) -> None:
+    """At meet "step" none was, beside an idle share."""
+    row = {"meet": meet, "world_size": 4, "memory_limit_tokens": 9, "slots_us": COSTS * 1e6, "policy": "balanced"}
+    figure = slots_figure([row | {"idle_share": 0.0, "load_cv": 0.0}])
+    all_s, busy_s = drawn(figure.axes[0], "#d9d9d9")
+    assert 1 - busy_s / all_s == pytest.approx(idle_share(COSTS, meet))
     plt.close(figure)
 
 
