@@ -26,8 +26,8 @@ _HEAD = """\
 # Configuration
 
 A run's configuration is dataclass defaults, then one YAML file, then `key=value` from the command line. Unknown keys
-are refused and the nearest one is named. The resolved configuration is saved as `RUN/config.yaml` and can be given
-back.
+are refused and the nearest one is named. The resolved configuration is saved as `RUN/config.yaml`
+(`RUN` is `output_dir/name`) and can be given back.
 
 Values are YAML: write `1_000_000` or `1000000` for an integer (`1e6` is a float), `null` for no value, and quote `no`,
 `on` and `off`. A list replaces the whole list.

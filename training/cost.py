@@ -39,7 +39,8 @@ class CostConfig:
         file: YAML of scripts.fit_cost_model; None prices by FLOPs.
         law: "two_term" (additive, prices mixed micro-batches) or "power" (the paper's).
         allow_mismatch: Use a file that was fitted for another GPU, model, layout or torch.
-        gpu: Without a file, the entry of the prior's rate table; "auto" asks the device.
+        gpu: Without a file, whose rates the prior has: h200, h100, a100, l40s or cpu; "auto" finds that name in the
+            device's. On another GPU set the nearest.
         adaptive: Refit to the micro-batches that run, so that a wrong prior heals.
         refit_every_steps: Steps between refits. A refit takes effect once no plan made ahead is left.
         tolerance: A refit that changes no price by more than this share is dropped.
