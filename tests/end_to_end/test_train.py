@@ -125,7 +125,7 @@ def start_and_wait(run_dir: Path, command: list[str], steps: int) -> subprocess.
     )
     deadline = time.monotonic() + 120
     metrics = run_dir / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < steps:
+    while not metrics.exists() or metrics.read_text().count('"perf/step_s"') < steps:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -135,7 +135,10 @@ def start_and_wait(run_dir: Path, command: list[str], steps: int) -> subprocess.
 def test_signals_save_at_the_next_step_and_end_for_a_requeue(
     run_config: Path, output_dir: Path, one_rank: Path
 ) -> None:
-    """To the launcher, as a batch script sends them, or to one rank and its data workers (case c37)."""
+    """To the launcher, as a batch script sends them, or to one rank and its data workers (case c37).
+
+    The second time between steps that are all saved and evaluated, so most likely during one of these.
+    """
     run_dir = output_dir / "stopped"
     keys = (run_config, "name=stopped", "data.num_workers=1", "checkpoint.every_steps=100")
     command = launch_command(*keys, ranks=2, launcher=("scripts.launch",))
@@ -149,7 +152,8 @@ def test_signals_save_at_the_next_step_and_end_for_a_requeue(
     assert 3 <= step < 20
     assert f"SIGUSR1 after step {step}: saved {first}" in output
 
-    process = start_and_wait(run_dir, launch_command(*keys, ranks=2), steps=step + 3)
+    busy = (*keys[:-1], "checkpoint.every_steps=1", "evaluation.every_steps=1")
+    process = start_and_wait(run_dir, launch_command(*busy, ranks=2), steps=step + 3)
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
     os.killpg(ranks[1].pid, signal.SIGTERM)
