@@ -72,6 +72,7 @@ def prepare(
     rank: int = 0,
     world_size: int = 1,
     all_have_begun: Callable[[], None] | None = lambda: None,
+    before_it_appears: Callable[[Path, dict[str, Any]], None] = lambda folder, report: None,
 ) -> tuple[ShardIndex, dict[str, Any]] | None:
     """Prepare this process's share of the inputs into the dataset folder `output`.
 
@@ -87,6 +88,8 @@ def prepare(
         all_have_begun: Of the processes of one launch: returns once every process has called it, else rank 0, which
             waits for the others and completes the dataset, could be done before another looks. None: the processes
             need not run at the same time, and the one that finds all units finished completes it.
+        before_it_appears: Called once with the whole dataset's folder, before it has its name, and its report: what it
+            writes there is part of the dataset.
 
     Returns:
         Where the dataset was completed, its index and the content of its `report.json`; None elsewhere.
@@ -118,7 +121,7 @@ def prepare(
     else:
         work.wait()
     try:
-        summary = work.finish()
+        summary = work.finish(before_it_appears)
     except ValueError:
         shutil.rmtree(work.folder)
         raise
@@ -229,7 +232,7 @@ class _Work:
             return False
         return True
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, before_it_appears: Callable[[Path, dict[str, Any]], None]) -> dict[str, Any]:
         """Index, null embedding and report of the whole dataset. Raises ValueError if there is no sample."""
         report, indices = Report(), []
         with (self.folder / ITEMS_NAME).open("w", encoding="utf-8") as items:
@@ -253,7 +256,8 @@ class _Work:
         summary = report.to_json()
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         (self.folder / REPORT_NAME).write_text(text, encoding="utf-8")
-        shutil.rmtree(self.folder / _UNITS)
+        before_it_appears(self.folder, summary)
+        shutil.rmtree(self.folder / _UNITS)  # from here on a kill would cost all units
         (self.folder / _PLAN_NAME).unlink()
         return summary
 

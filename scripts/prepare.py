@@ -148,12 +148,16 @@ def main(argv: list[str] | None = None) -> None:
         ranks = {"rank": part * world_size + rank, "world_size": parts * world_size, "all_have_begun": None}
         if args.part is None:
             ranks["all_have_begun"] = join_launch() if world_size > 1 else lambda: None
-        done = prepare(args.input, args.output, cuts, codec, text_encoder, config, **ranks)
+
+        def draw_buckets(folder: Path, report: dict[str, Any]) -> None:
+            counts = {Shape(*map(int, shape.split("x"))): count for shape, count in report["buckets"].items()}
+            shape_mix_figure(counts, cuts.geometry).savefig(folder / "buckets.png", dpi=110)
+
+        done = prepare(
+            args.input, args.output, cuts, codec, text_encoder, config, **ranks, before_it_appears=draw_buckets
+        )
     if done is not None:
-        index, summary = done
-        counts = {Shape(*map(int, shape.split("x"))): count for shape, count in summary["buckets"].items()}
-        shape_mix_figure(counts, index.info.geometry).savefig(args.output / "buckets.png", dpi=110)
-        print_summary(summary, args.output, time.perf_counter() - start)
+        print_summary(done[1], args.output, time.perf_counter() - start)
     elif args.part is not None:
         print(f"part {part}/{parts} is done, {time.perf_counter() - start:.1f} s")
 
