@@ -20,7 +20,8 @@ from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 from adaptiveload.training.failures import explain_failure
 from adaptiveload.training.feed import DataConfig, MicroBatch, MicroBatchDataset, PlannedFeed, PlannedSample
 from adaptiveload.training.ledger import Ledger
-from adaptiveload.training.stream import StreamDataset, StreamItem
+from adaptiveload.training.packers import StreamItem
+from adaptiveload.training.stream import StreamDataset
 
 GEOMETRY = LatentGeometry()
 COST = TwoTermCost(0.0, 100.0, 1.0, 1.0, 0.01)
