@@ -33,10 +33,17 @@ def where_ranks_meet(costs: ArrayLike, meet: str, replicas: int = 1) -> FloatArr
         rows: FloatArray = array.reshape(len(array) * replicas, -1)
         return rows[rows.any(axis=1)] if replicas > 1 and rows.any() else rows
     if meet == "step":
-        last = len(array) - 1 - np.argmax(array[::-1] > 0, axis=0)
+        last = last_of_each_rank(array)
         backward = np.take_along_axis(array, last[None], axis=0)[0] * BACKWARD_PARTS / ALL_PARTS
         return np.stack([array.sum(axis=0) - backward, backward])
     raise ValueError(f'meet must be "slot" or "step", got {meet!r}')
+
+
+def last_of_each_rank(costs: ArrayLike) -> NDArray[np.int64]:
+    """Number of the last micro-batch of each rank, int64 [R]; of ranks that have none that of the last row."""
+    array = np.asarray(costs, np.float64)
+    last: NDArray[np.int64] = len(array) - 1 - np.argmax(array[::-1] > 0, axis=0)
+    return last
 
 
 def load_cv(costs: ArrayLike, meet: str, replicas: int = 1) -> float:
@@ -47,7 +54,10 @@ def load_cv(costs: ArrayLike, meet: str, replicas: int = 1) -> float:
 
 
 def step_time_cv(seconds: ArrayLike) -> float:
-    """Standard deviation over mean across ranks of the whole step's work, wherever they meet. All 0 counts as even."""
+    """Standard deviation over mean across ranks of the whole step's work [G, R], wherever they meet.
+
+    All 0 counts as even. Raises ValueError as `where_ranks_meet` does.
+    """
     return load_cv(np.asarray(seconds, np.float64).sum(axis=0, keepdims=True), "slot")
 
 

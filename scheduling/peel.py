@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from adaptiveload.scheduling.bins import BinRow, Classes, IntArray, deal, share_out
-from adaptiveload.scheduling.totals import EvenSlot, parts_of
+from adaptiveload.scheduling.totals import EvenSlot, time_in_thirds_us
 
 
 class SlotPlanner:
@@ -45,9 +45,9 @@ class SlotPlanner:
             placements = [placement for row in (*peeled, *filter(None, [levelled])) for placement in row.placements]
             for load, of_ranks in zip(loads, bins, strict=True):
                 if load.all():
-                    parts = parts_of(len(loads) * np.full_like(load, slot_overhead_us), load - load.min())
+                    time = time_in_thirds_us(len(loads) * np.full_like(load, slot_overhead_us), load - load.min())
                     slot = EvenSlot(load, [part for p in placements for part in p.of_bins(of_ranks)])
-                    found.append((parts, slot))
+                    found.append((time, slot))
         unlike: dict[bytes, EvenSlot] = {}  # plans share many of their slots
         for _, slot in sorted(found, key=lambda each: each[0]):
             unlike.setdefault(slot.load.tobytes(), slot)

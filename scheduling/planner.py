@@ -86,7 +86,7 @@ def plan_step(
         # None: a rank may be too slow to work as long as the others in a slot that all share.
         lasts: list[EvenSlot | None] = [*planner.even_slots(slot_overhead_us)[:LAST_SLOTS], None]
         plans = [TotalsPlan(classes, ranks, mem_cap, slot_overhead_us, speed, last) for last in lasts]
-        slots = min(plans, key=lambda plan: plan.parts).rows(costs, min_slots)
+        slots = min(plans, key=lambda plan: plan.time_thirds_us).rows(costs, min_slots)
     else:
         raise ValueError(f'meet must be "slot" or "step", got {meet!r}')
     return Plan(slots, [_level(slot, costs, speed) for slot in slots])

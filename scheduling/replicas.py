@@ -52,8 +52,8 @@ def deal_to_groups(
     """The same micro-batches in each slot: those of like cost share a group, the dearest go where most time is left.
 
     Args:
-        slots: Of ranks of equal speed.
-        cost: int64 [n], of the samples.
+        slots: Of ranks of equal speed, `slots[g][r]`.
+        cost: int64 [n], microseconds of the samples.
         replicas: Groups.
     """
     costs: list[int] = cost.tolist()

@@ -19,8 +19,8 @@ from adaptiveload.scheduling.metrics import ALL_PARTS, BACKWARD_PARTS
 SAND_OVERHEADS = 3  # sand a rank, in slot overheads: ranks differ by up to about that many micro-batches
 
 
-def parts_of(totals: IntArray, last: IntArray) -> int:
-    """Time of a step whose ranks meet in their last backward, in `ALL_PARTS` a microsecond.
+def time_in_thirds_us(totals: IntArray, last: IntArray) -> int:
+    """Time of a step whose ranks meet in their last backward, in thirds of a microsecond: a backward is two of three.
 
     Args:
         totals: int64 [ranks], all work of each.
@@ -46,7 +46,7 @@ class TotalsPlan:
     """One step over `ranks` ranks; see `plan_step` for the arguments.
 
     Attributes:
-        parts: Time of the step; see `parts_of`.
+        time_thirds_us: Time of the step; see `time_in_thirds_us`.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class TotalsPlan:
         counts = classes.count.copy()
         if last is None:
             totals = self._place(counts, np.zeros(ranks, np.int64))
-            self.parts = parts_of(totals, self._ends())
+            self.time_thirds_us = time_in_thirds_us(totals, self._ends())
             return
         for placement in last.placements:
             counts[placement.class_id] -= placement.counts.sum()
         last_load = last.load + slot_overhead_us
-        self.parts = parts_of(self._place(counts, last_load), last_load)
+        self.time_thirds_us = time_in_thirds_us(self._place(counts, last_load), last_load)
 
     def rows(self, cost: IntArray, min_slots: int) -> list[list[list[int] | None]]:
         """`rows[g][r]`: g-th micro-batch of rank r; `cost` is int64 [n]."""

@@ -15,7 +15,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from adaptiveload.scheduling.metrics import step_time, where_ranks_meet
+from adaptiveload.scheduling.metrics import last_of_each_rank, step_time, where_ranks_meet
 from adaptiveload.scheduling.shapes import LatentGeometry, Shape
 
 Record = dict[str, Any]
@@ -104,7 +104,7 @@ def _parts(costs: np.ndarray, meet: str) -> np.ndarray:
     """What of each micro-batch lies before each meeting, [meetings, G, R]; summed over G it is `where_ranks_meet`."""
     if meet == "slot":
         return costs * np.eye(len(costs))[:, :, None]
-    is_last = (costs > 0) & (np.cumsum(costs[::-1], axis=0)[::-1] == costs)
+    is_last = np.arange(len(costs))[:, None] == last_of_each_rank(costs)
     backward = np.where(is_last, where_ranks_meet(costs, meet)[1], 0)
     return np.stack([costs - backward, backward])
 

@@ -164,7 +164,11 @@ class GroupWatch:
         with self._leaving:  # the other thread may have a reason too
             position = self.position
             try:
-                dumped = (_within(_ANSWER_S, self._dump_collectives) or "") if "has stood still" in reason else ""
+                dumped = ""
+                if "has stood still" in reason:
+                    late = f" (its last collectives were not written within {_ANSWER_S:g} s)"
+                    written = _within(_ANSWER_S, self._dump_collectives)
+                    dumped = late if written is None else written
                 if self._stopped.wait(_GRACE_S):
                     return
                 frames = traceback.format_stack(sys._current_frames()[self._main or 0])[-_MOST_FRAMES:]
@@ -182,11 +186,12 @@ class GroupWatch:
         )
         if dump is None:
             return ""
-        with contextlib.suppress(OSError, RuntimeError):  # what it adds is not worth losing the words
-            path = self.run_dir / f"{_COLLECTIVES}{self.rank}"
+        path = self.run_dir / f"{_COLLECTIVES}{self.rank}"
+        try:
             path.write_bytes(dump())
-            return f" (its last collectives: {path})"
-        return ""
+        except (OSError, RuntimeError) as error:  # what it adds is not worth losing the words
+            return f" (its last collectives could not be written: {error})"
+        return f" (its last collectives: {path})"
 
 
 def say(text: str) -> None:

@@ -43,8 +43,8 @@ def test_every_sample_once_in_groups_of_their_own(shard_ranks: int) -> None:
         costs = [each.costs_us for each in (plan, reference)]
         idle.append([idle_share(costs[0], "slot", plan.replicas), idle_share(costs[1], "slot")])
     print(f"{shard_ranks} ranks share a copy: idle {np.mean(idle, 0)[0]:.4f}, all of them {np.mean(idle, 0)[1]:.4f}")
-    # .0004, .0015 and .0017: windows of the mix are level to a tenth of a percent.
-    assert np.mean(idle, 0)[0] < 0.005
+    # .0004, .0006 and .0006, all ranks .0008: windows of the mix are level to a tenth of a percent.
+    assert np.mean(idle, 0)[0] < 0.001
 
 
 def test_groups_meet_once_a_step() -> None:
@@ -76,7 +76,8 @@ def test_copies_never_cost_time(mix: str) -> None:
             for size in (shard_ranks, 0)
         ]
         grouped, whole = (step_time(plan.costs_us, "slot", plan.replicas) for plan in plans)
-        assert grouped <= whole
+        undealt = step_time(plans[1].costs_us, "slot", plans[0].replicas)
+        assert grouped <= undealt <= whole
         assert grouped >= whole * 0.98, "it is the same work"
 
 
